@@ -1,0 +1,40 @@
+"""Shared fixtures: GPU tests skip with the reason, uninitialised memory is poisoned, threads and seeds are fixed."""
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; runs the Triton kernels natively")
+    config.addinivalue_line("markers", "interpret: runs Triton kernels in the interpreter, float32, in a subprocess")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device: the Triton kernel cannot run natively here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_randomness() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty and its relatives return with NaN (floats), so that an unwritten output fails a test."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
