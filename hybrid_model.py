@@ -253,8 +253,9 @@ class HybridLanguageModel(nn.Module):
 
         One generator on the parameters' device, in the order of the table; on the meta device nothing is drawn.
         """
-        device = self.embedding.device
-        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        if self.embedding.is_meta:
+            return
+        generator = torch.Generator(self.embedding.device).manual_seed(seed)
         for spec in self.parameter_table():
             if spec.role == "vector":
                 spec.parameter.zero_()

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
+
+# the set of factories that `with torch.device(...)` redirects is built once, by attribute: before we patch any of them
+_device_constructors()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,115 @@
+"""recurrent_layers.py: one function of the input at any split, gates in 32 bit, the decay spectrum."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from custom_kernels import l2_normalize
+from model_config import ModelConfig, preset
+from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, half_life_biases
+
+CONFIG = replace(preset("nano").model, hidden_dim=48, hypersphere_radius=6.928, recurrent_heads=3, recurrent_key_dim=16,
+                 recurrent_value_dim=32)  # fmt: skip
+
+
+def make_block(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float64) -> GatedDeltaRuleMatrixMemoryBlock:
+    block = GatedDeltaRuleMatrixMemoryBlock(config)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            scale = 0.1 if "gate" in name or "offset" in name else parameter.shape[-1] ** -0.5
+            parameter.normal_(0, scale)
+    return block.to(dtype)
+
+
+def test_r5_half_lives_span_8_to_a_million():
+    decay = torch.exp(-torch.nn.functional.softplus(half_life_biases(28).double()))
+    half_lives = torch.log(torch.tensor(0.5, dtype=torch.float64)) / torch.log(decay)
+    assert half_lives[0].item() == pytest.approx(8, rel=1e-4)
+    assert half_lives[-1].item() == pytest.approx(1048576, rel=1e-2)
+    ratios = half_lives[1:] / half_lives[:-1]
+    assert (ratios / ratios.mean() - 1).abs().max() < 2e-2  # log-spaced
+
+
+def test_any_split_gives_the_same_outputs_state_and_gradients():
+    block = make_block()
+    x = torch.randn(2, 150, 48, dtype=torch.float64, requires_grad=True)
+    doc_start = torch.zeros(2, 150, dtype=torch.int32)
+    doc_start[0, 70:], doc_start[1, 149:] = 70, 149
+    probe = torch.randn(2, 150, 48, dtype=torch.float64)
+    whole, state = block(x, doc_start=doc_start)
+    whole_grad = torch.autograd.grad((whole * probe).sum() + state.square().sum(), x)[0]
+    for cuts in ([1], [64], [70], [71], [149], [3, 64, 130]):
+        edges = [0, *cuts, 150]
+        carried, parts = None, []
+        for a, b in zip(edges[:-1], edges[1:], strict=True):
+            y, carried = block(x[:, a:b], state=carried, doc_start=doc_start[:, a:b] - a)
+            parts.append(y)
+        split = torch.cat(parts, 1)
+        assert torch.allclose(split, whole, atol=1e-11) and torch.allclose(carried, state, atol=1e-11), cuts
+        grad = torch.autograd.grad((split * probe).sum() + carried.square().sum(), x)[0]
+        assert torch.allclose(grad, whole_grad, atol=1e-10), cuts
+
+
+def test_chunked_forward_equals_single_steps():
+    block = make_block(dtype=torch.float32)
+    x = torch.randn(2, 67, 48)
+    with torch.no_grad():
+        y, state = block(x)
+        running = torch.zeros_like(state)
+        steps = []
+        for t in range(67):
+            running, out = block.step(x[:, t : t + 1], running)
+            steps.append(out)
+    assert state.dtype == torch.float32
+    assert torch.allclose(torch.cat(steps, 1), y, atol=2e-5) and torch.allclose(running, state, atol=2e-5)
+
+
+def test_b125_first_node_does_not_depend_on_later_nodes():
+    block = make_block(dtype=torch.float32)
+    x = torch.randn(1, 7, 48)
+    with torch.no_grad():
+        _, state = block(torch.randn(1, 20, 48))
+        alone, _ = block.nodes(x[:, :1], state)
+        for n in (2, 3, 7):
+            together, _ = block.nodes(x[:, :n], state)
+            assert torch.equal(together[:, :1], alone), n
+
+
+def test_b091_commit_of_a_path_equals_plain_steps_bit_for_bit():
+    block = make_block(dtype=torch.float32)
+    x = torch.randn(1, 7, 48)
+    parents = torch.tensor([-1, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+    with torch.no_grad():
+        _, start = block(torch.randn(1, 20, 48))
+        for path in ([0], [0, 2], [0, 1, 4], [0, 2, 5]):
+            y, written = block.nodes(x, start, parents)
+            drafted = start.clone()
+            padded = torch.tensor([path + [-1] * (3 - len(path))], dtype=torch.int32)
+            block.commit(written, drafted, padded)
+            plain = start.clone()
+            for n in path:
+                plain, out = block.step(x[:, n : n + 1], plain)
+                assert torch.equal(out, y[:, n : n + 1]), path
+            assert torch.equal(drafted, plain), path
+
+
+def test_gates_are_32_bit_under_bf16():
+    block = make_block(dtype=torch.float32)
+    x = torch.randn(1, 4, 48).bfloat16()
+    alpha, beta, log_gamma = block._gates(block._gate_logits(x))
+    assert alpha.dtype == beta.dtype == log_gamma.dtype == torch.float32
+    assert not torch.equal(beta, beta.bfloat16().float())
+
+
+def test_state_norm_does_not_grow_with_unit_keys():
+    # decay <= 1 and unit keys: the transition gamma I - beta k k^T has norm <= 1
+    block = make_block(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = block(torch.randn(1, 64, 48))
+        k = l2_normalize(torch.randn(1, 64, 3, 16))
+        for t in range(64):
+            kt = k[:, t, :, :, None]
+            new = state - 0.9 * kt * (kt * state).sum(2, keepdim=True)
+            assert (new.norm(dim=(2, 3)) <= state.norm(dim=(2, 3)) * (1 + 1e-6)).all()
+            state = new
