@@ -5,19 +5,42 @@ rotary distance is i - j inside the window and exactly `window` for an anchor be
 window leave no gap and an anchor looks the same from token 10,000 and token 1,000,000. Queries and keys are
 root-mean-square normalised per head before rotary.
 
-Public names: RotaryTable, RotaryAngles, AttentionCarry, GroupedQueryAttentionBlock.
+Generation keeps keys and values in pages of 64 tokens from one pool, in 16, 8 or 4 bit. Query i reads key j quantised
+iff floor(i / 64) - floor(j / 64) >= 2, anchors never: a rule of positions only, so that a prompt in any chunks, one
+token at a time, and a tree of drafts all read the same numbers.
+
+Public names: RotaryTable, RotaryAngles, AttentionCarry, NodeKeyValues, PagedKeyValueCache, GroupedQueryAttentionBlock.
 """
 
+import copy
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from custom_kernels import Projection, RootMeanSquareNorm, fused_rmsnorm, rotary, windowed_attention
+from custom_kernels import (
+    Projection,
+    RootMeanSquareNorm,
+    cache_append,
+    cache_prefix,
+    fake_quantize_cache,
+    fused_rmsnorm,
+    paged_attention,
+    paged_cache,
+    rotary,
+    windowed_attention,
+)
 from model_config import ModelConfig
 
-__all__ = ["AttentionCarry", "GroupedQueryAttentionBlock", "RotaryAngles", "RotaryTable"]
+__all__ = [
+    "AttentionCarry",
+    "GroupedQueryAttentionBlock",
+    "NodeKeyValues",
+    "PagedKeyValueCache",
+    "RotaryAngles",
+    "RotaryTable",
+]
 
 ROTARY_STRIDE = 1024  # positions split as high * 1024 + low: two tables of 1,024 rows reach 1,048,576
 
@@ -73,6 +96,86 @@ class AttentionCarry(NamedTuple):
     anchor_v: Tensor  # (B, A, G, K) f32: every later segment adds to their gradient, in float32
 
 
+class NodeKeyValues(NamedTuple):
+    """What a draft-tree node would store: kept until acceptance decides which nodes are committed."""
+
+    k: Tensor  # (B, N, G, K) rotated
+    v: Tensor  # (B, N, G, K)
+    raw_k: Tensor  # (B, N, G, K) not rotated, for the anchors
+
+
+class PagedKeyValueCache:
+    """Keys and values of one attention layer: pages of 64 tokens from one pool, found through a page table.
+
+    Under scope window the table is a ring of window/64 + 2 pages, so that storing a token evicts the oldest page in
+    place; under scope full it has a page for each 64 of max_length positions. Beside the pool, in the compute type: the
+    newest three pages, which no query may read quantised yet, and the anchors. Everything is allocated once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch: int = 1,
+        bits: int = 8,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.bits, self.scope = bits, config.attention_scope
+        self.window, self.anchors = config.attention_window, config.anchor_tokens
+        self.pages = paged_cache(
+            batch,
+            config.num_kv_heads,
+            config.head_dim,
+            window=self.window,
+            anchors=self.anchors,
+            scope=self.scope,
+            bits=bits,
+            max_length=max_length or config.max_context_len,
+            dtype=dtype,
+            device=device,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name every stored tensor."""
+        return {name: value for name, value in vars(self.pages).items() if isinstance(value, Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors().values())
+
+    def reset(self) -> None:
+        """Forget the sequence: every page, scale, anchor and length becomes zero, so that nothing of it can be read."""
+        for name, value in self.tensors().items():
+            if name != "page_table":
+                value.zero_()
+
+    def copy(self) -> "PagedKeyValueCache":
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        twin.pages = copy.deepcopy(self.pages)
+        return twin
+
+    def append(self, k: Tensor, v: Tensor, raw_k: Tensor, count: Tensor | None = None) -> None:
+        """Store the first count (B,) int32 of T tokens (None = all): k, v, raw_k (B, T, G, K), as in NodeKeyValues."""
+        cache_append(self.pages, k, v, raw_k, count=count)
+
+    def prefix(self, stored: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return what a chunk may still see of the `stored` tokens: k, v and their quantised forms, (B, P, G, K)."""
+        k, v, k_quant, v_quant = cache_prefix(self.pages, min(stored, self.window - 1))
+        return (k, v, None, None) if self.bits == 16 else (k, v, k_quant, v_quant)
+
+    def quantized(self, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return k, v (B, T, G, K) as the pool will give them back; None, None at 16 bit, where nothing changes."""
+        if self.bits == 16:
+            return None, None
+        # 4-bit keys are stored after a Hadamard rotation, which spreads a loud channel over its group
+        k = fake_quantize_cache(k, self.bits, rotated=self.bits == 4)
+        return k, fake_quantize_cache(v, self.bits, rotated=False)
+
+
 class GroupedQueryAttentionBlock(nn.Module):
     """Attention operator: x (B, T, D) to the output projection (B, T, D), H query heads over G key-value heads."""
 
@@ -101,9 +204,7 @@ class GroupedQueryAttentionBlock(nn.Module):
         doc_start (B, T) int32, negative where the document began in an earlier segment. Returns the output projection
         (B, T, D) and, if asked, the carry for the next segment.
         """
-        q, k, v = self._project(self.query(x), self.key(x), self.value(x))
-        q_far, k_far = rotary(q, angles.cos_far.expand(q.shape[1], -1), angles.sin_far.expand(q.shape[1], -1)), k
-        q, k = rotary(q, angles.cos, angles.sin), rotary(k, angles.cos, angles.sin)
+        q, q_far, k, k_far, v = self._rotated(self.query(x), self.key(x), self.value(x), angles)
         keys = k if carry is None else torch.cat((carry.k, k), 1)  # (B, P + T, G, K)
         values = v if carry is None else torch.cat((carry.v, v), 1)
         y = windowed_attention(
@@ -121,9 +222,76 @@ class GroupedQueryAttentionBlock(nn.Module):
         next_carry = self._carry(keys, values, k_far, v, doc_start, carry) if return_carry else None
         return self.output(y.flatten(2)), next_carry
 
-    def _project(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))  # (B, T, H or G, K)
-        return fused_rmsnorm(q, None, self.eps), fused_rmsnorm(k, None, self.eps), v
+    def prefill(self, x: Tensor, angles: RotaryAngles, cache: PagedKeyValueCache, stored: int) -> Tensor:
+        """Attend over the next chunk x (B, T, D) of a prompt of which `stored` tokens are cached, and cache it.
+
+        Returns the output projection (B, T, D).
+        """
+        q, q_far, k, raw_k, v = self._rotated(self.query(x), self.key(x), self.value(x), angles)
+        k_quant, v_quant = cache.quantized(k, v)
+        keys, values, anchor_k, anchor_v = k, v, None, None
+        if stored:
+            old_k, old_v, old_k_quant, old_v_quant = cache.prefix(stored)
+            keys, values = torch.cat((old_k, k), 1), torch.cat((old_v, v), 1)  # (B, P + T, G, K)
+            anchor_k, anchor_v = cache.pages.anchor_k, cache.pages.anchor_v
+            if k_quant is not None:
+                k_quant, v_quant = torch.cat((old_k_quant, k_quant), 1), torch.cat((old_v_quant, v_quant), 1)
+        y = windowed_attention(
+            q,
+            keys,
+            values,
+            q_far,
+            raw_k,
+            window=self.window,
+            anchors=self.anchors,
+            doc_start=torch.full(x.shape[:2], -stored, dtype=torch.int32, device=x.device),
+            anchor_k=anchor_k,
+            anchor_v=anchor_v,
+            k_quant=k_quant,
+            v_quant=v_quant,
+        )
+        cache.append(k, v, raw_k)
+        return self.output(y.flatten(2))
+
+    def nodes(
+        self, x: Tensor, angles: RotaryAngles, cache: PagedKeyValueCache, tree_mask: Tensor, positions: Tensor
+    ) -> tuple[Tensor, NodeKeyValues]:
+        """Evaluate N draft-tree nodes x (B, N, D) against the cache, which stays as it is.
+
+        tree_mask (N, N) bool: [n, m] where m is n or an ancestor of n; positions (B, N): cached length plus depth.
+        Returns the output projection (B, N, D) and what the nodes would store. A node's result does not depend on
+        nodes outside its own path.
+        """
+        q, q_far, k, raw_k, v = self._rotated(self.query.step(x), self.key.step(x), self.value.step(x), angles)
+        y = paged_attention(
+            q,
+            q_far,
+            cache.pages,
+            k,
+            v,
+            tree_mask,
+            positions.to(torch.int32),
+            window=self.window,
+            anchors=self.anchors,
+            scope=cache.scope,
+        )
+        return self.output.step(y.flatten(2)), NodeKeyValues(k, v, raw_k)
+
+    def commit(self, written: NodeKeyValues, cache: PagedKeyValueCache, path: Tensor) -> None:
+        """Store the nodes of path (B, depth) int32 (-1 = end) in the cache, in place."""
+        index = path.long().clamp(min=0)[..., None, None].expand(-1, -1, *written.k.shape[2:])
+        rows = (x.gather(1, index) for x in written)  # (B, depth, G, K) each
+        cache.append(*rows, count=(path >= 0).sum(1, dtype=torch.int32))
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: RotaryAngles
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Split projections into heads: q, q at distance `window`, k, k not rotated, v, each (B, T, H or G, K)."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q, raw_k = fused_rmsnorm(q, None, self.eps), fused_rmsnorm(k, None, self.eps)
+        tokens = q.shape[1]
+        q_far = rotary(q, angles.cos_far.expand(tokens, -1), angles.sin_far.expand(tokens, -1))
+        return rotary(q, angles.cos, angles.sin), q_far, rotary(raw_k, angles.cos, angles.sin), raw_k, v
 
     def _carry(
         self,

@@ -7,30 +7,50 @@ The residual stream starts as sphere(E[id]) and returns to radius sqrt(D) after 
     logits = 16/D * norm(x) E^T = 16 cos(angle)               one tensor E for lookup and head, started at 1.0
 
 The model maps ids to hidden states; the loss (training) and sampling (generation) belong to the engines. Sequences go
-through `forward` (training, prefill, evaluation), draft-tree nodes through `nodes` and `commit` (decoding).
+through `forward` (training, prefill, evaluation), draft-tree nodes through `nodes` and `commit` (decoding). A node's
+results depend on its own path only, bit for bit in float32: not on how many nodes there are, nor which.
 
-Public names: ParameterSpec, LayerCarry, HybridOutput, SwiGLUFeedForward, DecoderLayer, DraftHead,
-HybridLanguageModel.
+Public names: ParameterSpec, LayerCarry, DraftTree, NodeWrites, DecodeState, HybridOutput, SwiGLUFeedForward,
+DecoderLayer, DraftHead, HybridLanguageModel.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attention_layers import AttentionCarry, GroupedQueryAttentionBlock, RotaryAngles, RotaryTable
-from custom_kernels import Projection, RootMeanSquareNorm, fused_residual_sphere, fused_rmsnorm, fused_swiglu
+from attention_layers import (
+    AttentionCarry,
+    GroupedQueryAttentionBlock,
+    NodeKeyValues,
+    PagedKeyValueCache,
+    RotaryAngles,
+    RotaryTable,
+)
+from custom_kernels import (
+    Projection,
+    RootMeanSquareNorm,
+    fused_residual_sphere,
+    fused_rmsnorm,
+    fused_swiglu,
+    linear_product,
+)
 from model_config import ModelConfig, PrecisionConfig
-from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock
+from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, MemoryNodes
 
 __all__ = [
+    "DecodeState",
     "DecoderLayer",
     "DraftHead",
+    "DraftTree",
     "HybridLanguageModel",
     "HybridOutput",
     "LayerCarry",
+    "NodeWrites",
     "ParameterSpec",
     "SwiGLUFeedForward",
 ]
@@ -52,11 +72,86 @@ class ParameterSpec(NamedTuple):
     conditioned: bool  # soft orthogonality applies
 
 
+class DraftTree(NamedTuple):
+    """Shape of a draft tree: node 0 is the root, every parent comes before its children."""
+
+    parents: Tensor  # (N,) int32, -1 at the root
+    depths: Tensor  # (N,) int64, 0 at the root
+    mask: Tensor  # (N, N) bool: [n, m] where m is n or an ancestor of n
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> "DraftTree":
+        """Build the tree from each node's parent, -1 for the committed text; e.g. [-1, 0, 0, 1, 1, 2, 2]."""
+        mask = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"a parent must be -1 or come before its node, got {parent} at node {node}")
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        rows = torch.tensor(parents, dtype=torch.int32)
+        return cls(rows.to(device), (mask.sum(1) - 1).to(device), mask.to(device))
+
+
+class NodeWrites(NamedTuple):
+    """What evaluated nodes would leave behind once committed: final hidden states and each layer's writes."""
+
+    hidden: Tensor  # (B, N, D)
+    layers: list[MemoryNodes | NodeKeyValues]
+
+
+@dataclass
+class DecodeState:
+    """Everything that a sequence carries from token to token; allocated once, changed in place."""
+
+    layers: list[Tensor | PagedKeyValueCache]  # per layer: state (B, H, K, V) f32, or the pages
+    hidden: Tensor  # (B, 1, D) final hidden state of the last committed token, zero before the first: draft head input
+    length: Tensor  # (B,) int64 committed tokens
+
+    @property
+    def memories(self) -> list[Tensor]:
+        """States (B, H, K, V) float32 of the recurrent layers, in order."""
+        return [x for x in self.layers if isinstance(x, Tensor)]
+
+    @property
+    def caches(self) -> list[PagedKeyValueCache]:
+        """Pages of the attention layers, in order."""
+        return [x for x in self.layers if isinstance(x, PagedKeyValueCache)]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.memories)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def reset(self) -> None:
+        """Forget the sequence: no byte of it can be read afterwards."""
+        for layer in self.layers:
+            layer.zero_() if isinstance(layer, Tensor) else layer.reset()
+        self.hidden.zero_()
+        self.length.zero_()
+
+    def copy(self) -> "DecodeState":
+        """Return an independent copy."""
+        layers = [x.clone() if isinstance(x, Tensor) else x.copy() for x in self.layers]
+        return DecodeState(layers, self.hidden.clone(), self.length.clone())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name every stored tensor, e.g. for a comparison."""
+        named = {"hidden": self.hidden, "length": self.length}
+        for i, layer in enumerate(self.layers):
+            parts = {"memory": layer} if isinstance(layer, Tensor) else layer.tensors()
+            named.update({f"layers.{i}.{name}": value for name, value in parts.items()})
+        return named
+
+
 class HybridOutput(NamedTuple):
-    """Normalised hidden states (B, T, D) for the head, and the carry of each layer if it was asked for."""
+    """Normalised hidden states (B, T, D) for the head, and what was asked for: layer carries, or the decode state."""
 
     hidden: Tensor
     carry: list[LayerCarry] | None
+    state: DecodeState | None = None
 
 
 class SwiGLUFeedForward(nn.Module):
@@ -113,6 +208,30 @@ class DecoderLayer(nn.Module):
         else:
             branch = self._feed_forward_branch(x)
         return self.add(x, branch, self.feed_forward.output_norm), carry
+
+    def prefill(self, x: Tensor, angles: RotaryAngles, memory: Tensor | PagedKeyValueCache, stored: int) -> Tensor:
+        """Run the next chunk x (B, T, D) of a prompt of which `stored` tokens are in memory; memory moves in place."""
+        branch_input = self.operator_norm(x)
+        if self.is_attention:
+            branch = self.operator.prefill(branch_input, angles, memory, stored)
+        else:
+            branch, final_state = self.operator(branch_input, state=memory)
+            memory.copy_(final_state)
+        x = self.add(x, branch, self.operator.output_norm)
+        return self.add(x, self._feed_forward_branch(x), self.feed_forward.output_norm)
+
+    def nodes(
+        self, x: Tensor, angles: RotaryAngles, memory: Tensor | PagedKeyValueCache, tree: DraftTree, positions: Tensor
+    ) -> tuple[Tensor, MemoryNodes | NodeKeyValues]:
+        """Evaluate draft-tree nodes x (B, N, D) at positions (B, N); memory stays as it is."""
+        branch_input = self.operator_norm(x)
+        if self.is_attention:
+            branch, written = self.operator.nodes(branch_input, angles, memory, tree.mask, positions)
+        else:
+            branch, written = self.operator.nodes(branch_input, memory, tree.parents)
+        x = self.add(x, branch, self.operator.output_norm)
+        branch = self.feed_forward.step(self.feed_forward_norm(x))
+        return self.add(x, branch, self.feed_forward.output_norm), written
 
     def add(self, x: Tensor, branch: Tensor, output_norm: RootMeanSquareNorm) -> Tensor:
         """Return sphere(x + output_norm(branch))."""
@@ -180,12 +299,17 @@ class HybridLanguageModel(nn.Module):
         carry: list[LayerCarry] | None = None,
         return_carry: bool = False,
         recompute: str = "none",
+        state: DecodeState | None = None,
     ) -> HybridOutput:
         """Map ids (B, T) int64 to normalised hidden states (B, T, D).
 
         doc_start (B, T) int32: where each token's document starts in this segment, negative if in an earlier one
         (None = one document from token 0). carry: what an earlier segment returned; recompute: none, ffn or layer.
+        state: generation; the ids follow what it holds, it moves in place and is returned, and there is no gradient.
         """
+        if state is not None:
+            assert doc_start is None and carry is None and not return_carry, "a decode state replaces carries"
+            return HybridOutput(self.prefill(ids, state), None, state)
         angles = self.rotary(self._positions(ids, doc_start))
         x = self.embed(ids)
         carries: list[LayerCarry | None] = []
@@ -220,6 +344,78 @@ class HybridLanguageModel(nn.Module):
             h = self.draft(depth, h, self.embed(next_ids[depth]))
             drafts.append(h)
         return drafts
+
+    # Generation: a prompt in chunks, then draft-tree nodes
+
+    def decode_state(self, *, batch: int = 1, cache_bits: int = 8, max_length: int | None = None) -> DecodeState:
+        """Allocate the state of `batch` sequences; max_length (tokens) bounds the cache under attention scope full."""
+        config, device = self.config, self.embedding.device
+        memory_type = torch.promote_types(self.compute_type, torch.float32)
+        shape = (batch, config.recurrent_heads, config.recurrent_key_dim, config.recurrent_value_dim)
+        layers: list[Tensor | PagedKeyValueCache] = [
+            PagedKeyValueCache(
+                config,
+                batch=batch,
+                bits=cache_bits,
+                max_length=max_length,
+                dtype=self.compute_type,
+                device=device,
+            )
+            if config.is_attention(i)
+            else torch.zeros(shape, dtype=memory_type, device=device)
+            for i in range(config.layers)
+        ]
+        hidden = torch.zeros(batch, 1, config.hidden_dim, dtype=self.compute_type, device=device)
+        return DecodeState(layers, hidden, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, state: DecodeState) -> Tensor:
+        """Take the next chunk of a prompt, ids (B, T), in parallel: hidden states (B, T, D); state moves in place.
+
+        All sequences of the batch hold the same number of tokens during prefill.
+        """
+        stored = int(state.length[0])
+        positions = state.length[:, None] + torch.arange(ids.shape[1], device=ids.device)  # (B, T)
+        angles = self.rotary(positions)
+        x = self.embed(ids)
+        for layer, memory in zip(self.layers, state.layers, strict=True):
+            x = layer.prefill(x, angles, memory, stored)
+        hidden = self.final_norm(x)
+        state.hidden.copy_(hidden[:, -1:])
+        state.length += ids.shape[1]
+        return hidden
+
+    @torch.no_grad()
+    def nodes(self, ids: Tensor, state: DecodeState, tree: DraftTree) -> tuple[Tensor, NodeWrites]:
+        """Evaluate tree nodes ids (B, N), N <= 8, after the state, which stays as it is: hidden (B, N, D), writes."""
+        positions = state.length[:, None] + tree.depths  # (B, N)
+        angles = self.rotary(positions)
+        x = self.embed(ids)
+        writes = []
+        for layer, memory in zip(self.layers, state.layers, strict=True):
+            x, written = layer.nodes(x, angles, memory, tree, positions)
+            writes.append(written)
+        hidden = self.final_norm(x)
+        return hidden, NodeWrites(hidden, writes)
+
+    @torch.no_grad()
+    def commit(self, written: NodeWrites, state: DecodeState, path: Tensor) -> None:
+        """Write the nodes of path (B, depth) int32, root first, -1 = end, into the state in place."""
+        for layer, memory, layer_written in zip(self.layers, state.layers, written.layers, strict=True):
+            layer.operator.commit(layer_written, memory, path)
+        accepted = (path >= 0).sum(1)  # (B,), at least the root
+        last = path.gather(1, accepted[:, None] - 1).long()[..., None]  # (B, 1, 1)
+        state.hidden.copy_(written.hidden.gather(1, last.expand(-1, -1, written.hidden.shape[2])))
+        state.length += accepted
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden (B, N, D), B * N <= 8, to logits (B, N, W) float32, each row alone.
+
+        The product is in the embedding's own type: with float32 masters no logit is rounded to 16 bits.
+        """
+        product = linear_product(hidden.to(self.embedding.dtype), self.embedding)
+        return product.to(torch.promote_types(product.dtype, torch.float32)) * self.config.logit_scale
 
     def _positions(self, ids: Tensor, doc_start: Tensor | None) -> Tensor:
         index = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

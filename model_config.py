@@ -14,7 +14,7 @@ TrainConfig, GenerationConfig, Config, PRESETS, preset, config_from_dict, sugges
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, get_type_hints
 
@@ -86,14 +86,18 @@ class ModelConfig:
             )
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_query_heads must be a multiple of num_kv_heads, got {self.num_query_heads} and {self.num_kv_heads}"
+                f"num_query_heads must be a multiple of num_kv_heads, got {self.num_query_heads} "
+                f"and {self.num_kv_heads}"
             )
         if abs(self.hypersphere_radius - math.sqrt(self.hidden_dim)) > 1e-3:
             raise ValueError(
-                f"hypersphere_radius must be sqrt(hidden_dim) = {math.sqrt(self.hidden_dim):.3f}, "
+                f"hypersphere_radius must be sqrt(hidden_dim) = {math.sqrt(self.hidden_dim):.4f}, "
                 f"got {self.hypersphere_radius}"
             )
-        for name in ("head_dim", "recurrent_key_dim", "recurrent_value_dim"):
+        # what the kernels' tiles take
+        if self.head_dim not in (32, 64, 128):
+            raise ValueError(f"head_dim must be 32, 64 or 128, got {self.head_dim}")
+        for name in ("recurrent_key_dim", "recurrent_value_dim"):
             if getattr(self, name) not in (16, 32, 64, 128):
                 raise ValueError(f"{name} must be 16, 32, 64 or 128, got {getattr(self, name)}")
         if self.chunk_size not in (16, 32, 64, 128):
@@ -192,7 +196,8 @@ class ModelConfig:
 
     def state_bytes(self, batch: int = 1) -> int:
         """Bytes of the recurrent state, float32: 44 MB a sequence at full size."""
-        return 4 * batch * self.recurrent_layers * self.recurrent_heads * self.recurrent_key_dim * self.recurrent_value_dim
+        one_head = self.recurrent_key_dim * self.recurrent_value_dim
+        return 4 * batch * self.recurrent_layers * self.recurrent_heads * one_head
 
     def cache_bytes(self, bits: int = 8, positions: int | None = None, batch: int = 1) -> int:
         """Bytes of cached keys and values with their scales; `positions` defaults to the sliding window."""
@@ -429,7 +434,9 @@ def _model(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_d
     )  # fmt: skip
 
 
-def _preset(model: ModelConfig, *, tokens: int, tokens_per_step: int, micro_batch_tokens: int, **train: object) -> Config:
+def _preset(
+    model: ModelConfig, *, tokens: int, tokens_per_step: int, micro_batch_tokens: int, **train: object
+) -> Config:
     return Config(
         model=model,
         # eta_base * 256 / hidden_dim = 0.06: a constant spectral step over width

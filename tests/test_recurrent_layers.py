@@ -1,6 +1,7 @@
 """recurrent_layers.py: one function of the input at any split, gates in 32 bit, the decay spectrum."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_any_split_gives_the_same_outputs_state_and_gradients():
     for cuts in ([1], [64], [70], [71], [149], [3, 64, 130]):
         edges = [0, *cuts, 150]
         carried, parts = None, []
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in pairwise(edges):
             y, carried = block(x[:, a:b], state=carried, doc_start=doc_start[:, a:b] - a)
             parts.append(y)
         split = torch.cat(parts, 1)

@@ -1,0 +1,4533 @@
+"""Every kernel of the program: Triton on CUDA, vectorised PyTorch on a CPU, gradients by hand.
+
+Public operations validate and dispatch; launchers (`_<op>_fwd`, `_<op>_bwd`) allocate and launch; kernels
+(`_<op>_fwd_kernel`) hold the mathematics; `_<op>_torch` is the CPU path, for float32 and float64. This file knows
+nothing of the modules above it: no configuration, no model, no files.
+
+Precision: bf16 or float32 in, float32 accumulation; float32 operands multiply exactly (ieee). All decay arithmetic,
+statistics, softmax and losses are float32. Nothing is random but what a `seed` argument drives; no float atomics, so
+every result repeats bit for bit. Tiles are fixed choices per case, never searched for.
+
+Sections, each self-contained after the shared device functions: matrix product; norms and SwiGLU; linear cross entropy;
+orthogonalisation; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard transform and
+microscaled formats; layer primitives. Letters as in model_config.py; kernels use p_ pointers, b_ blocks, o_ offsets,
+m_ masks, i_ program indices, and tiles BM BN BK.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU needs no Triton: every public operation has a vectorised PyTorch path
+    triton = None
+    tl = SimpleNamespace(constexpr=lambda value=None: value)
+
+__all__ = [
+    "DelayedScale",
+    "PackedFP4",
+    "Projection",
+    "RootMeanSquareNorm",
+    "cache_append",
+    "cache_prefix",
+    "chunk_associative_scan",
+    "delta_rule_commit",
+    "delta_rule_step",
+    "dequantize_cache",
+    "dequantize_fp4",
+    "fake_quantize_cache",
+    "fp4_signs",
+    "fp4_weight_only_linear",
+    "fp8_linear",
+    "fused_chunked_cross_entropy",
+    "fused_residual_sphere",
+    "fused_rmsnorm",
+    "fused_swiglu",
+    "hadamard_rotate",
+    "hadamard_transform",
+    "l2_normalize",
+    "linear_product",
+    "matrix_product",
+    "microscaled_fp4_gemm",
+    "newton_schulz_orthogonalize",
+    "paged_attention",
+    "paged_cache",
+    "quantize_cache",
+    "quantize_fp4",
+    "quantize_fp8",
+    "rotary",
+    "windowed_attention",
+]
+
+# ---------------------------------------------------------------------------
+# Shared device functions
+
+
+def _jit(fn):
+    """triton.jit where Triton is installed; the bare function (never launched) elsewhere."""
+    return fn if triton is None else triton.jit(fn)
+
+
+def _jit_dynamic(*names: str):
+    """_jit for a kernel whose integer arguments `names` vary from call to call: one compilation serves every value."""
+    return lambda fn: fn if triton is None else triton.jit(fn, do_not_specialize=names)
+
+
+_INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the CI's smoke test
+
+
+def _uses_kernel(x: Tensor) -> bool:
+    """True where an operation runs its Triton kernel: on CUDA, and on the CPU under the interpreter."""
+    if x.is_cuda and triton is None:
+        raise RuntimeError("CUDA tensors need Triton, found none; install it (pip install triton) or move to the CPU")
+    return x.is_cuda or (_INTERPRETED and x.dtype == torch.float32)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+# ---------------------------------------------------------------------------
+# Matrix product
+
+# Rows a skinny product is padded to (the narrowest tensor-core side is 8; a draft tree has 7 nodes, two fit).
+_SKINNY_ROWS = 16
+# The same on a CPU, where the library's kernels for 8 rows treat every row alike (fewer rows take other code).
+_SKINNY_ROWS_CPU = 8
+
+
+def _require_kernel_dtype(name: str, x: Tensor) -> None:
+    if x.is_cuda:
+        found = f"{name} must be bfloat16 or float32 on CUDA, got {x.dtype}"
+        _require(x.dtype in (torch.bfloat16, torch.float32), found)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that the PyTorch paths compute in: the input's own, but float32 for 16-bit inputs."""
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+@_jit
+def _product_program(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Tile (i_m, i_n) of program pid: GROUP row tiles walk the columns together, so that L2 serves both operands."""
+    n_m = tl.cdiv(M, BM)
+    n_n = tl.cdiv(N, BN)
+    first = pid // (GROUP * n_n) * GROUP
+    rows = tl.minimum(n_m - first, GROUP)
+    local = pid % (GROUP * n_n)
+    return first + local % rows, local // rows
+
+
+@_jit
+def _product_tile(p_a, p_b, m_m, m_n, K, s_ak, s_bk, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """acc[m, n] = sum_k a[m, k] b[k, n] in float32; p_a (BM, 1) and p_b (1, BN) point at k = 0."""
+    o_k = tl.arange(0, BK).to(tl.int64)
+    p_a += o_k[None, :] * s_ak
+    p_b += o_k[:, None] * s_bk
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        m_k = o_k < K - i_k
+        b_a = tl.load(p_a, mask=m_m[:, None] & m_k[None, :], other=0.0)
+        b_b = tl.load(p_b, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        # ieee: exact products for float32 operands; 16-bit operands are not affected
+        acc = tl.dot(b_a, b_b, acc, input_precision="ieee")
+        p_a += BK * s_ak
+        p_b += BK * s_bk
+    return acc
+
+
+@_jit
+def _matrix_product_kernel(
+    p_a, p_b, p_out, M, N, K,
+    s_ab, s_am, s_ak, s_bb, s_bk, s_bn, s_ob, s_om, s_on,
+    ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    """out[z] = a[z] b[z], or out[z] += a[z] b[z]; a (M, K), b (K, N), any strides, sums in float32."""
+    i_m, i_n = _product_program(tl.program_id(0), M, N, BM, BN, GROUP)
+    i_z = tl.program_id(1).to(tl.int64)
+    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    m_m = o_m < M
+    m_n = o_n < N
+    p_a += i_z * s_ab + o_m[:, None] * s_am
+    p_b += i_z * s_bb + o_n[None, :] * s_bn
+    acc = _product_tile(p_a, p_b, m_m, m_n, K, s_ak, s_bk, BM, BN, BK)
+    p_o = p_out + i_z * s_ob + o_m[:, None] * s_om + o_n[None, :] * s_on
+    m_o = m_m[:, None] & m_n[None, :]
+    if ACCUMULATE:
+        acc += tl.load(p_o, mask=m_o, other=0.0)
+    tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_o)
+
+
+@_jit_dynamic("R")
+def _skinny_product_kernel(
+    p_x, p_w, p_out, R, N, K, s_xr, s_xk, s_wn, s_wk, KS,
+    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):
+    """out[s, r, n] = sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows, whatever R is.
+
+    The weight is the left operand, so that its rows fill the tensor core and the few rows of x are its columns.
+    """
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    i_s = tl.program_id(1).to(tl.int64)
+    o_r = tl.arange(0, BR)
+    o_k = tl.arange(0, BK)
+    m_n = o_n < N
+    m_r = o_r < R
+    acc = tl.zeros((BN, BR), dtype=tl.float32)
+    for i_k in range(0, KS, BK):
+        o_c = i_s * KS + i_k + o_k
+        m_k = o_c < K
+        p_w_k = p_w + o_n[:, None] * s_wn + o_c[None, :] * s_wk
+        p_x_k = p_x + o_r[None, :] * s_xr + o_c[:, None] * s_xk
+        b_w = tl.load(p_w_k, mask=m_n[:, None] & m_k[None, :], other=0.0)
+        b_x = tl.load(p_x_k, mask=m_k[:, None] & m_r[None, :], other=0.0)
+        acc = tl.dot(b_w, b_x, acc, input_precision="ieee")
+    p_o = p_out + (i_s * BR + o_r)[None, :] * N + o_n[:, None]
+    tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_r[None, :])
+
+
+@_jit
+def _skinny_sum_kernel(p_partial, p_out, N, BR: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+    """out[r, n] = partial[0, r, n] + partial[1, r, n] + ... in that order."""
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    i_r = tl.program_id(1).to(tl.int64)
+    m_n = o_n < N
+    acc = tl.zeros((BN,), dtype=tl.float32)
+    for i_s in range(SPLITS):
+        acc += tl.load(p_partial + (i_s * BR + i_r) * N + o_n, mask=m_n, other=0.0)
+    tl.store(p_out + i_r * N + o_n, acc.to(p_out.dtype.element_ty), mask=m_n)
+
+
+def _matrix_product_tile(m: int, n: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Tile and launch options of a product with an (m, n) result; fixed, no search."""
+    if dtype == torch.float32:
+        # exact float32 products run on the ordinary units: 64 x 64 keeps 32 sums a thread, no spill
+        return dict(BM=64, BN=64, BK=32, GROUP=8), dict(num_warps=4, num_stages=2)
+    if m >= 128 and n >= 256:
+        # sm_90: two groups of four warps with 64 x 256 sums each, 128 registers; 3 stages take 144 KB of shared memory
+        return dict(BM=128, BN=256, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+    return dict(BM=64, BN=64, BK=64, GROUP=8), dict(num_warps=4, num_stages=4)
+
+
+def _matrix_product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Launch out (n, M, N) = or += a (n, M, K) @ b (n, K, N); any strides."""
+    (batch, m, k), n = a.shape, b.shape[2]
+    tile, options = _matrix_product_tile(m, n, a.dtype)
+    grid = (triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]), batch)
+    _matrix_product_kernel[grid](
+        a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), ACCUMULATE=accumulate, **tile, **options
+    )
+
+
+def _matrix_product_torch(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    work = torch.promote_types(_compute_dtype(a), out.dtype)
+    product = torch.matmul(a.to(work), b.to(work))
+    out.copy_(out + product if accumulate else product)
+
+
+def matrix_product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Multiply two matrices, or batches of them, with float32 sums; not differentiable (linear_product is).
+
+    a (M, K) or, with transpose_a, (K, M); b (N, K) or, without transpose_b, (K, N); both may carry one leading batch
+    dimension. The result (M, N) has a's dtype, or is written to `out`, of a's dtype or float32. With accumulate the
+    product is added to the float32 (or float64) `out`. Strides are free: no operand is copied.
+    """
+    _require(a.dim() == b.dim() and a.dim() in (2, 3), f"a and b must both be 2-D or 3-D, got {a.dim()} and {b.dim()}")
+    _require(a.dtype == b.dtype, f"a and b must have one dtype, got {a.dtype} and {b.dtype}")
+    _require_kernel_dtype("a", a)
+    a3 = (a if a.dim() == 3 else a.unsqueeze(0)).detach()
+    b3 = (b if b.dim() == 3 else b.unsqueeze(0)).detach()
+    a3 = a3.mT if transpose_a else a3
+    b3 = b3.mT if transpose_b else b3
+    found = f"got a {tuple(a.shape)}, b {tuple(b.shape)}, transpose_a={transpose_a}, transpose_b={transpose_b}"
+    _require(a3.shape[2] == b3.shape[1] and a3.shape[0] == b3.shape[0], f"a and b must agree in K and batch, {found}")
+    shape = (a3.shape[0], a3.shape[1], b3.shape[2])
+    shape = shape if a.dim() == 3 else shape[1:]
+    if out is None:
+        _require(not accumulate, "accumulate needs out, got None")
+        out = a.new_empty(shape)
+    _require(tuple(out.shape) == shape, f"out must have shape {shape}, got {tuple(out.shape)}")
+    wide = (torch.float32, torch.float64)
+    _require(out.dtype in (a.dtype, *wide), f"out must have dtype {a.dtype} or float32, got {out.dtype}")
+    _require(not accumulate or out.dtype in wide, f"out must be float32 to accumulate, got {out.dtype}")
+    out3 = (out if out.dim() == 3 else out.unsqueeze(0)).detach()
+    if out.numel():
+        launch = _matrix_product if _uses_kernel(a) else _matrix_product_torch
+        launch(a3, b3, out3, accumulate)
+    return out
+
+
+def _skinny_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Launch x (R, in) @ weight (out, in)^T for R <= 16; the split depends on the weight's shape only."""
+    (rows, k), n = x.shape, weight.shape[0]
+    # a float32 tile has the same bytes as a 16-bit one; sm_90: 4 stages of 20 KB, two programs a multiprocessor
+    BN, BK = 64, 64 if x.dtype == torch.float32 else 128
+    tiles = triton.cdiv(n, BN)
+    splits = 1
+    # at least 264 programs (two on each of 132 multiprocessors), as long as a split keeps 256 values of k
+    while tiles * splits < 264 and k >= 512 * splits:
+        splits *= 2
+    KS = triton.cdiv(triton.cdiv(k, splits), BK) * BK
+    out = x.new_empty(rows, n)
+    target = out if splits == 1 else x.new_empty(splits, _SKINNY_ROWS, n, dtype=torch.float32)
+    _skinny_product_kernel[(tiles, splits)](
+        x, weight, target, rows, n, k, *x.stride(), *weight.stride(), KS,
+        BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
+    )
+    if splits > 1:
+        grid = (triton.cdiv(n, 1024), rows)
+        _skinny_sum_kernel[grid](target, out, n, BR=_SKINNY_ROWS, SPLITS=splits, BN=1024, num_warps=4)
+    return out
+
+
+class _LinearProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.shape[0] == 0:
+            return x.new_empty(0, weight.shape[0])
+        return _skinny_product(x, weight) if x.shape[0] <= _SKINNY_ROWS else matrix_product(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dx = matrix_product(do, weight, transpose_b=False) if ctx.needs_input_grad[0] else None
+        dweight = matrix_product(do, x, transpose_a=True, transpose_b=False) if ctx.needs_input_grad[1] else None
+        return dx, dweight
+
+
+def _linear_product_torch(x: Tensor, weight: Tensor) -> Tensor:
+    rows, k = x.shape
+    if rows > _SKINNY_ROWS_CPU:
+        return F.linear(x, weight)
+    # the library treats 8 rows alike only when K is a multiple of 16 (measured: K = 7 gives row-dependent last bits)
+    pad_k = -k % 16
+    x = F.pad(x, (0, pad_k, 0, _SKINNY_ROWS_CPU - rows))
+    weight = F.pad(weight, (0, pad_k)) if pad_k else weight
+    return F.linear(x, weight)[:rows]
+
+
+def linear_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight^T, differentiable in both: x (..., in), weight (out, in) of one dtype -> (..., out).
+
+    Few rows (16 on CUDA, 8 on a CPU) run in one fixed tile with a fixed split over `in`, so that a row's result is
+    the same bits whatever the number and the content of the other rows.
+    """
+    _require(weight.dim() == 2, f"weight must be 2-D (out, in), got {tuple(weight.shape)}")
+    found = f"got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+    _require(x.dim() >= 1 and x.shape[-1] == weight.shape[1], f"x must end in weight's in-dimension, {found}")
+    _require(x.dtype == weight.dtype, f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}")
+    _require_kernel_dtype("x", x)
+    rows = x.reshape(-1, x.shape[-1])
+    out = _LinearProduct.apply(rows, weight) if _uses_kernel(x) else _linear_product_torch(rows, weight)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+# ---------------------------------------------------------------------------
+# Row norms and gated activation
+
+# A row lives in the registers of one program: 16,384 float32 values are 32 a thread at 16 warps.
+_RMSNORM_MAX_WIDTH = 16384
+
+
+@_jit
+def _rmsnorm_rstd(b_x, inv_d, eps):
+    """(BR, 1) reciprocal root of inv_d * sum x^2 + eps."""
+    return tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) * inv_d + eps)
+
+
+@_jit
+def _rmsnorm_input_gradient(b_g, b_hat, b_rstd, inv_d):
+    """Gradient of x * rstd(x) at x given the gradient g of the normalised row: rstd (g - hat * inv_d * sum g hat)."""
+    return b_rstd * (b_g - b_hat * (tl.sum(b_g * b_hat, axis=1, keep_dims=True) * inv_d))
+
+
+@_jit_dynamic("R")
+def _fused_rmsnorm_kernel(
+    p_x, p_w, p_y, R, D, inv_d, eps,
+    HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):
+    """y = x / sqrt(inv_d * sum x^2 + eps) * w, BR rows a program; each row is read once and written once."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    m = (o_r < R)[:, None] & m_d[None, :]
+    o = o_r[:, None] * D + o_d[None, :]
+    b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
+    b_y = b_x * _rmsnorm_rstd(b_x, inv_d, eps)
+    if HAS_WEIGHT:
+        b_y *= tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
+
+
+@_jit_dynamic("R")
+def _fused_rmsnorm_bwd_kernel(
+    p_x, p_w, p_dy, p_dx, p_partial, R, D, inv_d, eps,
+    HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):
+    """With hat = x rstd and g = dy w: dx = rstd (g - hat inv_d sum g hat), dw = sum over rows of dy hat.
+
+    Each program walks the row tiles p, p + P, ... and leaves its part of dw in partial[p].
+    """
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    if HAS_WEIGHT:
+        b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_dw = tl.zeros((BR, BD), dtype=tl.float32)
+    for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
+        m = (o_r < R)[:, None] & m_d[None, :]
+        o = o_r[:, None] * D + o_d[None, :]
+        b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
+        b_g = tl.load(p_dy + o, mask=m, other=0.0).to(tl.float32)
+        b_rstd = _rmsnorm_rstd(b_x, inv_d, eps)
+        b_hat = b_x * b_rstd
+        if HAS_WEIGHT:
+            b_dw += b_g * b_hat
+            b_g *= b_w
+        b_dx = _rmsnorm_input_gradient(b_g, b_hat, b_rstd, inv_d)
+        tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
+    if HAS_WEIGHT:
+        p_o = p_partial + tl.program_id(0).to(tl.int64) * D + o_d
+        tl.store(p_o, tl.sum(b_dw, axis=0), mask=m_d)
+
+
+@_jit
+def _rmsnorm_reduce_kernel(p_partial, p_dw, P, D, BP: tl.constexpr, BD: tl.constexpr):
+    """dw[d] = sum over p of partial[p, d], in one fixed order."""
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    o_p = tl.arange(0, BP)
+    acc = tl.zeros((BP, BD), dtype=tl.float32)
+    for i_p in range(0, P, BP):
+        m = (i_p + o_p < P)[:, None] & (o_d < D)[None, :]
+        acc += tl.load(p_partial + (i_p + o_p)[:, None].to(tl.int64) * D + o_d[None, :], mask=m, other=0.0)
+    tl.store(p_dw + o_d, tl.sum(acc, axis=0).to(p_dw.dtype.element_ty), mask=o_d < D)
+
+
+@_jit_dynamic("R")
+def _fused_residual_sphere_kernel(
+    p_residual, p_branch, p_w, p_y, R, D, inv_d, eps,
+    BR: tl.constexpr, BD: tl.constexpr,
+):
+    """y = norm(residual + norm(branch) w) with norm(x) = x / sqrt(inv_d * sum x^2 + eps)."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    m = (o_r < R)[:, None] & m_d[None, :]
+    o = o_r[:, None] * D + o_d[None, :]
+    b_x = tl.load(p_branch + o, mask=m, other=0.0).to(tl.float32)
+    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    b_s = tl.load(p_residual + o, mask=m, other=0.0).to(tl.float32)
+    b_s += b_x * _rmsnorm_rstd(b_x, inv_d, eps) * b_w
+    b_y = b_s * _rmsnorm_rstd(b_s, inv_d, eps)
+    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
+
+
+@_jit_dynamic("R")
+def _fused_residual_sphere_bwd_kernel(
+    p_residual, p_branch, p_w, p_dy, p_dresidual, p_dbranch, p_partial, R, D, inv_d, eps,
+    BR: tl.constexpr, BD: tl.constexpr,
+):
+    """With hat = norm(branch), s = residual + hat w: ds = norm'(s) dy = dresidual, dbranch = norm'(branch) (ds w)
+    and dw = sum over rows of ds hat, left per program in partial[p] as in the norm's own backward."""
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    b_dw = tl.zeros((BR, BD), dtype=tl.float32)
+    for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
+        m = (o_r < R)[:, None] & m_d[None, :]
+        o = o_r[:, None] * D + o_d[None, :]
+        b_x = tl.load(p_branch + o, mask=m, other=0.0).to(tl.float32)
+        b_s = tl.load(p_residual + o, mask=m, other=0.0).to(tl.float32)
+        b_rstd = _rmsnorm_rstd(b_x, inv_d, eps)
+        b_hat = b_x * b_rstd
+        b_s += b_hat * b_w
+        b_rstd_s = _rmsnorm_rstd(b_s, inv_d, eps)
+        b_dy = tl.load(p_dy + o, mask=m, other=0.0).to(tl.float32)
+        b_ds = _rmsnorm_input_gradient(b_dy, b_s * b_rstd_s, b_rstd_s, inv_d)
+        tl.store(p_dresidual + o, b_ds.to(p_dresidual.dtype.element_ty), mask=m)
+        b_dw += b_ds * b_hat
+        b_dx = _rmsnorm_input_gradient(b_ds * b_w, b_hat, b_rstd, inv_d)
+        tl.store(p_dbranch + o, b_dx.to(p_dbranch.dtype.element_ty), mask=m)
+    p_o = p_partial + tl.program_id(0).to(tl.int64) * D + o_d
+    tl.store(p_o, tl.sum(b_dw, axis=0), mask=m_d)
+
+
+@_jit
+def _fused_swiglu_kernel(p_gate, p_up, p_y, n, BLOCK: tl.constexpr):
+    """y = gate sigmoid(gate) up."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    b_g = tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32)
+    b_u = tl.load(p_up + o, mask=m, other=0.0).to(tl.float32)
+    b_y = b_g * tl.sigmoid(b_g) * b_u
+    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
+
+
+@_jit
+def _fused_swiglu_bwd_kernel(p_gate, p_up, p_dy, p_dgate, p_dup, n, BLOCK: tl.constexpr):
+    """With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s))."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    b_g = tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32)
+    b_u = tl.load(p_up + o, mask=m, other=0.0).to(tl.float32)
+    b_dy = tl.load(p_dy + o, mask=m, other=0.0).to(tl.float32)
+    b_s = tl.sigmoid(b_g)
+    b_du = b_dy * b_g * b_s
+    b_dg = b_dy * b_u * b_s * (1.0 + b_g * (1.0 - b_s))
+    tl.store(p_dup + o, b_du.to(p_dup.dtype.element_ty), mask=m)
+    tl.store(p_dgate + o, b_dg.to(p_dgate.dtype.element_ty), mask=m)
+
+
+def _rmsnorm_tile(width: int) -> tuple[dict, dict]:
+    """Rows a program holds about 4,096 values of, and its warps; fixed by the width, never by the number of rows."""
+    BD = max(16, triton.next_power_of_2(width))
+    BR = max(1, min(32, 4096 // BD))
+    # 16 values a thread (two 16-byte loads of bf16) up to 4,096 wide, 32 above
+    num_warps = 4 if BR * BD <= 2048 else 8 if BD <= 8192 else 16
+    return dict(BR=BR, BD=BD), dict(num_warps=num_warps)
+
+
+def _fused_rmsnorm_fwd(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+    rows, width = x.shape
+    tile, options = _rmsnorm_tile(width)
+    y = torch.empty_like(x)
+    _fused_rmsnorm_kernel[(triton.cdiv(rows, tile["BR"]),)](
+        x, weight, y, rows, width, inv_d, eps, HAS_WEIGHT=weight is not None, **tile, **options
+    )
+    return y
+
+
+def _rmsnorm_programs(x: Tensor, tile: dict) -> int:
+    # the backward is bound by memory: four programs a multiprocessor cover its latency and bound the partial sums
+    return min(triton.cdiv(x.shape[0], tile["BR"]), 4 * _multiprocessors(x))
+
+
+def _rmsnorm_reduce(partial: Tensor, weight: Tensor) -> Tensor:
+    parts, width = partial.shape
+    dweight = torch.empty_like(weight)
+    grid = (triton.cdiv(width, 32),)
+    _rmsnorm_reduce_kernel[grid](partial, dweight, parts, width, BP=64, BD=32, num_warps=4)
+    return dweight
+
+
+def _fused_rmsnorm_bwd(
+    x: Tensor, weight: Tensor | None, dy: Tensor, inv_d: float, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    rows, width = x.shape
+    tile, options = _rmsnorm_tile(width)
+    programs = _rmsnorm_programs(x, tile)
+    dx = torch.empty_like(x)
+    partial = None if weight is None else x.new_empty(programs, width, dtype=torch.float32)
+    _fused_rmsnorm_bwd_kernel[(programs,)](
+        x, weight, dy, dx, partial, rows, width, inv_d, eps, HAS_WEIGHT=weight is not None, **tile, **options
+    )
+    return dx, None if weight is None else _rmsnorm_reduce(partial, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scalars = inv_d, eps
+        return _fused_rmsnorm_fwd(x, weight, inv_d, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx, dweight = _fused_rmsnorm_bwd(x, weight, dy.contiguous(), *ctx.scalars)
+        return dx, dweight, None, None
+
+
+class _FusedResidualSphere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, residual: Tensor, branch: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(residual, branch, weight)
+        ctx.eps = eps
+        rows, width = branch.shape
+        tile, options = _rmsnorm_tile(width)
+        y = torch.empty_like(residual)
+        _fused_residual_sphere_kernel[(triton.cdiv(rows, tile["BR"]),)](
+            residual, branch, weight, y, rows, width, 1.0 / width, eps, **tile, **options
+        )
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        residual, branch, weight = ctx.saved_tensors
+        rows, width = branch.shape
+        tile, options = _rmsnorm_tile(width)
+        programs = _rmsnorm_programs(branch, tile)
+        dresidual, dbranch = torch.empty_like(residual), torch.empty_like(branch)
+        partial = branch.new_empty(programs, width, dtype=torch.float32)
+        _fused_residual_sphere_bwd_kernel[(programs,)](
+            residual, branch, weight, dy.contiguous(), dresidual, dbranch, partial,
+            rows, width, 1.0 / width, ctx.eps, **tile, **options,
+        )
+        return dresidual, dbranch, _rmsnorm_reduce(partial, weight), None
+
+
+class _FusedSwiGLU(torch.autograd.Function):
+    # 2,048 values a program: 16 a thread, two 16-byte loads of bf16 from each operand
+    BLOCK = 2048
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y = torch.empty_like(gate)
+        n, BLOCK = gate.numel(), _FusedSwiGLU.BLOCK
+        _fused_swiglu_kernel[(triton.cdiv(n, BLOCK),)](gate, up, y, n, BLOCK=BLOCK, num_warps=4)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        n, BLOCK = gate.numel(), _FusedSwiGLU.BLOCK
+        grid = (triton.cdiv(n, BLOCK),)
+        _fused_swiglu_bwd_kernel[grid](gate, up, dy.contiguous(), dgate, dup, n, BLOCK=BLOCK, num_warps=4)
+        return dgate, dup
+
+
+def _fused_rmsnorm_torch(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+    work = x.to(_compute_dtype(x))
+    y = work * torch.rsqrt(work.square().sum(-1, keepdim=True) * inv_d + eps)
+    y = y if weight is None else y * weight
+    return y.to(x.dtype)
+
+
+def _row_norm(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+    if not _uses_kernel(x) or x.numel() == 0:
+        return _fused_rmsnorm_torch(x, weight, inv_d, eps)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    weight = None if weight is None else weight.contiguous()
+    return _FusedRMSNorm.apply(rows, weight, inv_d, float(eps)).view(x.shape)
+
+
+def _require_rows(name: str, x: Tensor) -> None:
+    width = x.shape[-1] if x.dim() else 0
+    found = f"{name} must be 1 to {_RMSNORM_MAX_WIDTH} wide in its last dimension, got shape {tuple(x.shape)}"
+    _require(1 <= width <= _RMSNORM_MAX_WIDTH, found)
+    _require_kernel_dtype(name, x)
+
+
+def _require_gain(weight: Tensor, width: int) -> None:
+    _require(tuple(weight.shape) == (width,), f"weight must have shape ({width},), got {tuple(weight.shape)}")
+    _require_kernel_dtype("weight", weight)
+
+
+def fused_rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(mean x^2 + eps) * weight over the last dimension; no weight: on the sphere of radius sqrt(D).
+
+    x (..., D), D <= 16,384, weight (D,) of any float dtype; the result has x's dtype, statistics are float32 (float64
+    for float64). A row beyond 1e19 in magnitude becomes zero. Zhang and Sennrich, arXiv 1910.07467.
+    """
+    _require_rows("x", x)
+    if weight is not None:
+        _require_gain(weight, x.shape[-1])
+    return _row_norm(x, weight, 1.0 / x.shape[-1], eps)
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(sum x^2 + eps) over the last dimension: x (..., D), D <= 16,384, same dtype out."""
+    _require_rows("x", x)
+    return _row_norm(x, None, 1.0, eps)
+
+
+def fused_residual_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return rmsnorm(residual + rmsnorm(branch, weight)): output norm, addition, return to the sphere.
+
+    residual and branch (..., D) of one dtype, weight (D,); no intermediate is rounded to 16 bits.
+    """
+    _require_rows("residual", residual)
+    found = f"got {tuple(branch.shape)} {branch.dtype} and {tuple(residual.shape)} {residual.dtype}"
+    same = branch.shape == residual.shape and branch.dtype == residual.dtype
+    _require(same, f"branch must have residual's shape and dtype, {found}")
+    _require_gain(weight, residual.shape[-1])
+    if not _uses_kernel(residual) or residual.numel() == 0:
+        return _fused_residual_sphere_torch(residual, branch, weight, eps)
+    width = residual.shape[-1]
+    rows = [x.reshape(-1, width).contiguous() for x in (residual, branch)]
+    return _FusedResidualSphere.apply(*rows, weight.contiguous(), float(eps)).view(residual.shape)
+
+
+def _fused_residual_sphere_torch(residual: Tensor, branch: Tensor, weight: Tensor, eps: float) -> Tensor:
+    work, inv_d = _compute_dtype(residual), 1.0 / residual.shape[-1]
+    total = residual.to(work) + _fused_rmsnorm_torch(branch.to(work), weight, inv_d, eps)
+    return _fused_rmsnorm_torch(total, None, inv_d, eps).to(residual.dtype)
+
+
+def _fused_swiglu_torch(gate: Tensor, up: Tensor) -> Tensor:
+    work = _compute_dtype(gate)
+    return (F.silu(gate.to(work)) * up.to(work)).to(gate.dtype)
+
+
+def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up: two tensors of one shape and dtype. Shazeer, arXiv 2002.05202."""
+    found = f"got {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}"
+    same = gate.shape == up.shape and gate.dtype == up.dtype
+    _require(same, f"gate and up must have one shape and dtype, {found}")
+    _require_kernel_dtype("gate", gate)
+    if not _uses_kernel(gate) or gate.numel() == 0:
+        return _fused_swiglu_torch(gate, up)
+    return _FusedSwiGLU.apply(gate.contiguous(), up.contiguous())
+
+
+# ---------------------------------------------------------------------------
+# Chunked cross entropy
+
+# Outer tile: 2,048 tokens by 4,096 classes. At 3584 wide in bf16 its operands are 44 MB and stay in a 50 MB L2.
+_CE_TOKENS = 2048
+_CE_CLASSES = 4096
+# One block of logits: 256 MB hold 2,048 tokens of 65,536 classes in bf16; wider rows or vocabularies take fewer tokens.
+_CE_BLOCK_BYTES = 2**28
+_CE_IGNORED = -100
+
+
+@_jit
+def _fused_chunked_cross_entropy_kernel(
+    p_hidden, p_weight, p_targets, p_exp, p_max, p_sum, p_index, p_target_logit,
+    N, W, D, first_class, scale, s_hn, s_hd, s_wn, s_wd, s_en, s_pt,
+    STORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):
+    """One tile of z = scale * hidden weight^T and its online log-sum-exp parts, all from the float32 sums:
+    max_t = max z, sum_t = sum exp(z - max_t), the lowest class with z = max_t, and the target's logit.
+    What is stored of the tile is exp(z - max_t): its 16-bit rounding is relative to the probability itself,
+    where a stored logit near 30 would be off by 0.06 and its probability by 6 %.
+    """
+    pid = tl.program_id(0)
+    n_m = tl.cdiv(N, BM)
+    # row tiles fastest: consecutive programs fill one outer tile of 2,048 tokens by 4,096 classes after the other
+    i_m = (pid % n_m).to(tl.int64)
+    i_n = (pid // n_m).to(tl.int64)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_m = o_m < N
+    m_n = o_n < W
+    p_a = p_hidden + o_m[:, None] * s_hn
+    p_b = p_weight + o_n[None, :] * s_wn
+    b_z = _product_tile(p_a, p_b, m_m, m_n, D, s_hd, s_wd, BM, BN, BK) * scale
+    b_z = tl.where(m_n[None, :], b_z, float("-inf"))
+    o_c = (first_class + o_n).to(tl.int32)
+    b_t = tl.load(p_targets + o_m, mask=m_m, other=-1)
+    hit = o_c[None, :] == b_t[:, None]
+    b_zt = tl.sum(tl.where(hit & m_n[None, :], b_z, 0.0), axis=1)
+    here = (b_t >= first_class + i_n * BN) & (b_t < first_class + tl.minimum(i_n * BN + BN, W))
+    tl.store(p_target_logit + o_m, b_zt, mask=m_m & here)
+    b_max = tl.max(b_z, axis=1)
+    b_index = tl.min(tl.where(b_z == b_max[:, None], o_c[None, :], 2147483647), axis=1)
+    b_e = tl.exp(b_z - b_max[:, None])
+    p_part = (first_class // BN + i_n) * s_pt + o_m
+    tl.store(p_max + p_part, b_max, mask=m_m)
+    tl.store(p_sum + p_part, tl.sum(b_e, axis=1), mask=m_m)
+    tl.store(p_index + p_part, b_index, mask=m_m)
+    if STORE:
+        p_e = p_exp + o_m[:, None] * s_en + (first_class + o_n)[None, :]
+        tl.store(p_e, b_e.to(p_exp.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+@_jit
+def _cross_entropy_merge_kernel(
+    p_max, p_sum, p_index, p_target_logit, p_row_weight, p_inverse, p_lse, p_loss, p_argmax,
+    N, NT, s_pt, BT: tl.constexpr, BR: tl.constexpr,
+):
+    """Merge the tiles' parts in class order: lse = m + log sum_t sum_t exp(max_t - m), argmax the lowest of equals;
+    loss = weight / denominator * (lse - z_target), exactly 0 where the weight is 0."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    m_r = o_r < N
+    b_m = tl.full((BR,), float("-inf"), dtype=tl.float32)
+    b_s = tl.zeros((BR,), dtype=tl.float32)
+    b_i = tl.zeros((BR,), dtype=tl.int32)
+    for i_t in range(0, NT, BT):
+        o_t = i_t + tl.arange(0, BT)
+        m = (o_t < NT)[:, None] & m_r[None, :]
+        o = o_t[:, None].to(tl.int64) * s_pt + o_r[None, :]
+        t_m = tl.load(p_max + o, mask=m, other=float("-inf"))
+        t_s = tl.load(p_sum + o, mask=m, other=0.0)
+        t_i = tl.load(p_index + o, mask=m, other=2147483647)
+        c_m = tl.max(t_m, axis=0)
+        c_i = tl.min(tl.where(t_m == c_m[None, :], t_i, 2147483647), axis=0)
+        b_new = tl.maximum(b_m, c_m)
+        c_s = tl.sum(t_s * tl.exp(t_m - b_new[None, :]), axis=0)
+        b_s = b_s * tl.exp(b_m - b_new) + c_s
+        # strictly greater: an equal maximum of a later tile has a higher class
+        b_i = tl.where(c_m > b_m, c_i, b_i)
+        b_m = b_new
+    b_lse = b_m + tl.log(b_s)
+    b_w = tl.load(p_row_weight + o_r, mask=m_r, other=0.0) * tl.load(p_inverse)
+    b_zt = tl.load(p_target_logit + o_r, mask=m_r, other=0.0)
+    b_loss = tl.where(b_w == 0.0, 0.0, b_w * (b_lse - b_zt))
+    tl.store(p_lse + o_r, b_lse, mask=m_r)
+    tl.store(p_loss + o_r, b_loss, mask=m_r)
+    tl.store(p_argmax + o_r, b_i.to(tl.int64), mask=m_r)
+
+
+@_jit
+def _cross_entropy_gradient_kernel(
+    p_exp, p_max, p_lse, p_target_logit, p_targets, p_row_weight, p_inverse,
+    N, W, scale, s_en, s_pt, BR: tl.constexpr, BN: tl.constexpr,
+):
+    """In place, exp(z - max_t) -> dz = (softmax(z) - [class = target]) * scale * weight / denominator."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    i_t = tl.program_id(1).to(tl.int64)
+    o_c = (i_t * BN + tl.arange(0, BN)).to(tl.int32)
+    m_r = o_r < N
+    m = m_r[:, None] & (o_c < W)[None, :]
+    b_lse = tl.load(p_lse + o_r, mask=m_r, other=0.0)
+    b_max = tl.load(p_max + i_t * s_pt + o_r, mask=m_r, other=0.0)
+    b_zt = tl.load(p_target_logit + o_r, mask=m_r, other=0.0)
+    b_t = tl.load(p_targets + o_r, mask=m_r, other=-1)
+    b_w = tl.load(p_row_weight + o_r, mask=m_r, other=0.0) * tl.load(p_inverse) * scale
+    p_e = p_exp + o_r[:, None] * s_en + o_c[None, :]
+    b_p = tl.load(p_e, mask=m, other=0.0).to(tl.float32) * tl.exp(b_max - b_lse)[:, None]
+    # the target's own probability comes from the unrounded logit, since p - 1 cancels
+    b_p = tl.where(o_c[None, :] == b_t[:, None], tl.exp(b_zt - b_lse)[:, None] - 1.0, b_p)
+    b_d = tl.where(b_w[:, None] == 0.0, 0.0, b_p * b_w[:, None])
+    tl.store(p_e, b_d.to(p_exp.dtype.element_ty), mask=m)
+
+
+def _cross_entropy_tile(dtype: torch.dtype) -> tuple[dict, dict]:
+    if dtype == torch.float32:
+        return dict(BM=64, BN=64, BK=32), dict(num_warps=4, num_stages=2)
+    # as the large matrix product; 256 classes a tile make 256 parts a row at 65,536 classes
+    return dict(BM=128, BN=256, BK=64), dict(num_warps=8, num_stages=3)
+
+
+def _cross_entropy_rows(hidden: Tensor, classes: int) -> int:
+    """Tokens in one block: 2,048, or fewer where their logits would pass 256 MB, in steps of 128."""
+    fitting = _CE_BLOCK_BYTES // (classes * hidden.element_size()) // 128 * 128
+    return min(hidden.shape[0], _CE_TOKENS, max(fitting, 128))
+
+
+def _cross_entropy_classes(weight: Tensor, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Class ranges that run as one product: all at once, or 4,096 by 4,096 where they are cast on the way."""
+    classes = weight.shape[0]
+    step = classes if weight.dtype == dtype else _CE_CLASSES
+    return [(first, min(first + step, classes)) for first in range(0, classes, step)]
+
+
+def _cross_entropy_logits(hidden, weight, targets, exps, parts, target_logit, logit_scale, store) -> None:
+    """Fill the block's exps, parts (max, sum, index) and target logits."""
+    (n, d), dtype = hidden.shape, hidden.dtype
+    tile, options = _cross_entropy_tile(dtype)
+    for first, last in _cross_entropy_classes(weight, dtype):
+        w = weight[first:last].to(dtype)
+        grid = (triton.cdiv(n, tile["BM"]) * triton.cdiv(last - first, tile["BN"]),)
+        _fused_chunked_cross_entropy_kernel[grid](
+            hidden, w, targets, exps, *parts, target_logit,
+            n, last - first, d, first, logit_scale,
+            *hidden.stride(), *w.stride(), exps.stride(0), parts[0].stride(0),
+            STORE=store, **tile, **options,
+        )
+
+
+def _cross_entropy_hidden_gradient(dlogits: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out (n, D) = dlogits (n, W) @ weight (W, D); out may be the block of hidden itself."""
+    ranges = _cross_entropy_classes(weight, dlogits.dtype)
+    if len(ranges) == 1:
+        matrix_product(dlogits, weight.to(dlogits.dtype), transpose_b=False, out=out)
+        return
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for first, last in ranges:
+        w = weight[first:last].to(dlogits.dtype)
+        matrix_product(dlogits[:, first:last], w, transpose_b=False, out=total, accumulate=True)
+    out.copy_(total)
+
+
+def _fused_chunked_cross_entropy_fwd(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_weight: Tensor, inverse: Tensor, logit_scale: float,
+    dhidden: Tensor | None, dweight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of every row and its argmax; fills dhidden (may be hidden itself) and adds into dweight (f32)."""
+    (N, _), W = hidden.shape, weight.shape[0]
+    tile, _ = _cross_entropy_tile(hidden.dtype)
+    BN = tile["BN"]
+    rows, tiles = _cross_entropy_rows(hidden, W), triton.cdiv(W, BN)
+    store = dhidden is not None or dweight is not None
+    f32 = dict(dtype=torch.float32, device=hidden.device)
+    # nan: a target that is no class leaves its logit unwritten, and the loss says so
+    target_logit = torch.full((N,), float("nan"), **f32)
+    lse, losses = torch.empty(N, **f32), torch.empty(N, **f32)
+    argmax = torch.empty(N, dtype=torch.int64, device=hidden.device)
+    parts = (
+        torch.empty(tiles, rows, **f32),
+        torch.empty(tiles, rows, **f32),
+        torch.empty(tiles, rows, dtype=torch.int32, device=hidden.device),
+    )
+    exps = hidden.new_empty(rows, W) if store else hidden.new_empty(1, 1)
+    for first in range(0, N, rows):
+        block = slice(first, min(first + rows, N))
+        n = block.stop - first
+        h, t, zt, w = hidden[block], targets[block], target_logit[block], row_weight[block]
+        _cross_entropy_logits(h, weight, t, exps, parts, zt, logit_scale, store)
+        _cross_entropy_merge_kernel[(triton.cdiv(n, 16),)](
+            *parts, zt, w, inverse, lse[block], losses[block], argmax[block],
+            n, tiles, parts[0].stride(0), BT=64, BR=16, num_warps=4,
+        )
+        if not store:
+            continue
+        _cross_entropy_gradient_kernel[(triton.cdiv(n, 16), tiles)](
+            exps, parts[0], lse[block], zt, t, w, inverse,
+            n, W, logit_scale, exps.stride(0), parts[0].stride(0), BR=16, BN=BN, num_warps=4,
+        )
+        # the weight's gradient first: it reads hidden, which dhidden may overwrite
+        if dweight is not None:
+            matrix_product(exps[:n], h, transpose_a=True, transpose_b=False, out=dweight, accumulate=True)
+        if dhidden is not None:
+            _cross_entropy_hidden_gradient(exps[:n], weight, dhidden[block])
+    return losses, argmax
+
+
+def _fused_chunked_cross_entropy_torch(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_weight: Tensor, inverse: Tensor, logit_scale: float,
+    dhidden: Tensor | None, dweight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    N, work = hidden.shape[0], row_weight.dtype
+    w, rows = weight.to(work), _cross_entropy_rows(hidden, weight.shape[0])
+    losses, argmax = row_weight.new_empty(N), torch.empty_like(targets)
+    for first in range(0, N, rows):
+        block = slice(first, min(first + rows, N))
+        h = hidden[block].to(work)
+        logits = F.linear(h, w) * logit_scale  # (n, W)
+        lse = logits.logsumexp(-1)
+        # the first of equals; argmax alone does not promise it
+        argmax[block] = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        factor, counted = row_weight[block] * inverse, row_weight[block] != 0
+        target = targets[block].clamp_min(0).unsqueeze(-1)
+        losses[block] = torch.where(counted, factor * (lse - logits.gather(-1, target).squeeze(-1)), 0)
+        if dhidden is None and dweight is None:
+            continue
+        dlogits = logits.sub_(lse.unsqueeze(-1)).exp_()
+        dlogits.scatter_add_(-1, target, torch.full_like(target, -1, dtype=work))
+        dlogits = torch.where(counted.unsqueeze(-1), dlogits * (factor * logit_scale).unsqueeze(-1), 0)
+        if dweight is not None:
+            dweight.addmm_(dlogits.T, h)
+        if dhidden is not None:
+            dhidden[block] = (dlogits @ w).to(hidden.dtype)
+    return losses, argmax
+
+
+class _FusedChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, row_weight, inverse, logit_scale, wanted, inplace):
+        run = _fused_chunked_cross_entropy_fwd if _uses_kernel(hidden) else _fused_chunked_cross_entropy_torch
+        dhidden = dweight = None
+        if wanted[0]:
+            dhidden = hidden.detach() if inplace else torch.empty_like(hidden)
+        if wanted[1]:
+            dweight = torch.zeros(weight.shape, dtype=row_weight.dtype, device=weight.device)
+        losses, argmax = run(hidden, weight, targets, row_weight, inverse, logit_scale, dhidden, dweight)
+        if wanted[0] and inplace:
+            # a kernel's write goes past the version counter: whoever saved hidden for backward must be told
+            torch.autograd.graph.increment_version(hidden)
+        ctx.gradients = dhidden, None if dweight is None else dweight.to(weight.dtype)
+        ctx.mark_non_differentiable(argmax)
+        return losses.sum(), argmax
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do: Tensor, _) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("fused_chunked_cross_entropy keeps its gradients for one backward, got a second one")
+        dhidden, dweight = ctx.gradients
+        ctx.gradients = None
+        for gradient in (dhidden, dweight):
+            if gradient is not None:
+                gradient.mul_(do)
+        return dhidden, dweight, None, None, None, None, None, None
+
+
+def _cross_entropy_check(hidden: Tensor, weight: Tensor, targets: Tensor, loss_weights: Tensor | None) -> None:
+    shapes = f"got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    _require(fits, f"hidden must be (N, D) and weight (W, D), {shapes}")
+    _require(targets.shape == hidden.shape[:1], f"targets must be (N,), {shapes}")
+    _require(min(*hidden.shape, weight.shape[0]) >= 1, f"N, D and W must be at least 1, {shapes}")
+    _require(targets.dtype == torch.int64, f"targets must be int64, got {targets.dtype}")
+    _require_kernel_dtype("hidden", hidden)
+    _require_kernel_dtype("weight", weight)
+    if loss_weights is not None:
+        found = f"loss_weights must be (N,) like targets, got {tuple(loss_weights.shape)}"
+        _require(loss_weights.shape == targets.shape, found)
+    if not targets.is_cuda:
+        # on CUDA the check would wait for the device: there a target that is no class makes the loss nan
+        wrong = targets[(targets != _CE_IGNORED) & ((targets < 0) | (targets >= weight.shape[0]))]
+        found = f"targets must be -100 or in 0..{weight.shape[0] - 1}, got {wrong[:1].tolist()}"
+        _require(wrong.numel() == 0, found)
+
+
+def fused_chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    loss_weights: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    logit_scale: float = 1.0,
+    return_argmax: bool = False,
+    inplace: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return sum(w * ce) / (denominator or sum(w)), ce the cross entropy of logit_scale * hidden @ weight^T.
+
+    hidden (N, D), weight (W, D), targets (N,) int64, -100 ignored; loss_weights (N,), 1 if absent; denominator a
+    number or 0-d tensor. Differentiable once in hidden and weight: both gradients are computed here, products in
+    hidden's dtype, the weight's summed in float32. With no weight at all the loss and the gradients are 0.
+    return_argmax adds every row's most likely class (N,) int64, the lowest of equals. inplace writes hidden's gradient
+    over hidden itself. Needs less than 500 MB beyond inputs and gradients, of which the weight's is the float32 sum (a
+    16-bit copy is made of it at the end if weight is 16-bit). Method: arXiv 2410.10989, 2411.09009.
+    """
+    _cross_entropy_check(hidden, weight, targets, loss_weights)
+    work = _compute_dtype(hidden)
+    row_weight = torch.ones((), dtype=work, device=hidden.device) if loss_weights is None else loss_weights.to(work)
+    row_weight = torch.where(targets == _CE_IGNORED, 0.0, row_weight.detach()).contiguous()  # (N,)
+    total = row_weight.sum()
+    if denominator is None:
+        divisor = total
+    elif isinstance(denominator, Tensor):
+        divisor = denominator.detach().to(total)
+    else:
+        divisor = torch.full_like(total, denominator)
+    empty = (total == 0) | (divisor == 0)
+    inverse = torch.where(empty, 0.0, 1.0 / divisor)
+    grad = torch.is_grad_enabled()
+    wanted = grad and hidden.requires_grad, grad and weight.requires_grad
+    loss, argmax = _FusedChunkedCrossEntropy.apply(
+        hidden, weight, targets.contiguous(), row_weight, inverse, float(logit_scale), wanted, inplace
+    )
+    return (loss, argmax) if return_argmax else loss
+
+
+# ---------------------------------------------------------------------------
+# Newton-Schulz orthogonalisation
+
+# X <- a X + (b A + c A^2) X with A = X X^T. The five printed steps bring singular values into 0.68..1.2;
+# two cubic steps X <- 1.5 X - 0.5 X X^T X after them bring the leading ones into 0.97..1.
+_NS_QUINTIC = (3.4445, -4.7750, 2.0315)
+_NS_CUBIC = (1.5, -0.5)
+_NS_CUBIC_STEPS = 2
+_NS_EPS = 1e-7
+# Smaller side from which CUDA iterates in bf16. Emulated against float64: the norm stays in 0.96..1.01 (see the tests);
+# the smaller matrices cost little in float32 and keep its accuracy.
+_NS_BF16_SIDE = 256
+
+
+@_jit
+def _newton_schulz_kernel(
+    p_a, p_b, p_add, p_out, M, N, K, alpha, beta,
+    s_ab, s_am, s_ak, s_bb, s_bk, s_bn, s_db, s_dm, s_dn, s_ob, s_om, s_on,
+    ADD: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out[z] = alpha a[z] b[z] + beta add[z]: one kernel for A = X X^T, B = c A A + b A and X' = B X + a X.
+
+    A and B are symmetric: only tiles on and above the diagonal are computed, each is stored twice (BM = BN).
+    A tall X comes as its transpose, by strides.
+    """
+    i_m, i_n = _product_program(tl.program_id(0), M, N, BM, BN, GROUP)
+    if SYMMETRIC:
+        if i_m > i_n:
+            return
+    i_z = tl.program_id(1).to(tl.int64)
+    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    m_m = o_m < M
+    m_n = o_n < N
+    m_o = m_m[:, None] & m_n[None, :]
+    p_a += i_z * s_ab + o_m[:, None] * s_am
+    p_b += i_z * s_bb + o_n[None, :] * s_bn
+    acc = _product_tile(p_a, p_b, m_m, m_n, K, s_ak, s_bk, BM, BN, BK) * alpha
+    if ADD:
+        p_d = p_add + i_z * s_db + o_m[:, None] * s_dm + o_n[None, :] * s_dn
+        acc += beta * tl.load(p_d, mask=m_o, other=0.0).to(tl.float32)
+    b_o = acc.to(p_out.dtype.element_ty)
+    tl.store(p_out + i_z * s_ob + o_m[:, None] * s_om + o_n[None, :] * s_on, b_o, mask=m_o)
+    if SYMMETRIC:
+        if i_m < i_n:
+            tl.store(p_out + i_z * s_ob + o_n[None, :] * s_om + o_m[:, None] * s_on, b_o, mask=m_o)
+
+
+def _newton_schulz_product(a, b, add, out, alpha, beta, symmetric) -> None:
+    """Launch out (n, M, N) = alpha a (n, M, K) @ b (n, K, N) + beta add."""
+    (batch, m, k), n = a.shape, b.shape[2]
+    if a.dtype == torch.float32:
+        tile, options = dict(BM=64, BN=64, BK=32, GROUP=8), dict(num_warps=4, num_stages=2)
+    elif symmetric:
+        # square tiles, so that a tile's mirror image is a tile
+        tile, options = dict(BM=128, BN=128, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+    else:
+        tile, options = dict(BM=128, BN=256, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+    grid = (triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]), batch)
+    _newton_schulz_kernel[grid](
+        a, b, out if add is None else add, out, m, n, k, alpha, beta,
+        *a.stride(), *b.stride(), *(out if add is None else add).stride(), *out.stride(),
+        ADD=add is not None, SYMMETRIC=symmetric, **tile, **options,
+    )
+
+
+def _newton_schulz_product_torch(a, b, add, out, alpha, beta, symmetric) -> None:
+    product = torch.matmul(a, b).mul_(alpha)
+    out.copy_(product if add is None else product.add_(add, alpha=beta))
+
+
+def _newton_schulz_prescale(x: Tensor) -> Tensor:
+    """Divide x (n, R, C) by max |x|, then by max(sqrt(F inf + 1e-7), min(F, sqrt(one inf))); zero stays zero.
+
+    F, inf, one are the Frobenius norm and the largest absolute row and column sums; the minimum bounds the spectral
+    norm from above, so that no singular value starts beyond 1.
+    """
+    largest = x.abs().amax((-2, -1), keepdim=True)
+    x = x / torch.where(largest == 0, 1.0, largest)
+    size = x.abs()
+    frobenius = x.square().sum((-2, -1), keepdim=True).sqrt()
+    row_sum = size.sum(-1, keepdim=True).amax(-2, keepdim=True)
+    column_sum = size.sum(-2, keepdim=True).amax(-1, keepdim=True)
+    printed = (frobenius * row_sum + _NS_EPS).sqrt()
+    bound = torch.minimum(frobenius, (column_sum * row_sum).sqrt())
+    return x / torch.maximum(printed, bound)
+
+
+def _newton_schulz_iterate(x: Tensor, last: Tensor, steps: int, product) -> None:
+    """Run the steps on x (n, R, C), R <= C, its own scratch; the last one writes to `last` (any strides, any dtype)."""
+    a, b, c = _NS_QUINTIC
+    spare = torch.empty_like(x)
+    gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+    poly = torch.empty_like(gram)
+    for _ in range(steps):
+        product(x, x.mT, None, gram, 1.0, 0.0, True)
+        product(gram, gram, gram, poly, c, b, True)
+        product(poly, x, x, spare, 1.0, a, False)
+        x, spare = spare, x
+    for left in reversed(range(_NS_CUBIC_STEPS)):
+        product(x, x.mT, None, gram, _NS_CUBIC[1], 0.0, True)
+        product(gram, x, x, spare if left else last, 1.0, _NS_CUBIC[0], False)
+        x, spare = spare, x
+
+
+def newton_schulz_orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
+    """Return the matrix, or each of a batch, with its leading singular values brought to 1; a new tensor.
+
+    matrix (R, C) or (n, R, C), any float dtype and any finite scale; same shape and dtype out. The spectral norm of the
+    result is in 0.96..1.01; a zero matrix gives zero. CUDA iterates in bf16 when the smaller side is 256 or more.
+    Quintic iteration with coefficients of Jordan et al. (Muon, 2024), then two cubic Newton-Schulz steps.
+    """
+    _require(matrix.dim() in (2, 3), f"matrix must be (R, C) or (n, R, C), got {tuple(matrix.shape)}")
+    _require(matrix.is_floating_point(), f"matrix must have a float dtype, got {matrix.dtype}")
+    _require(steps >= 0, f"steps must be at least 0, got {steps}")
+    if matrix.dtype == torch.float64:
+        _require_kernel_dtype("matrix", matrix)
+    if matrix.numel() == 0:
+        return matrix.clone()
+    m = matrix.detach()
+    m = (m if m.dim() == 3 else m.unsqueeze(0)).to(_compute_dtype(m))
+    x = _newton_schulz_prescale(m)
+    kernel = _uses_kernel(x)
+    out = torch.empty_like(x, dtype=matrix.dtype)
+    low = kernel and x.is_cuda and min(x.shape[1:]) >= _NS_BF16_SIDE
+    x = x.to(torch.bfloat16) if low else x
+    # X^T X of a tall matrix is X X^T of its transpose
+    tall = x.shape[1] > x.shape[2]
+    x, last = (x.mT, out.mT) if tall else (x, out)
+    _newton_schulz_iterate(x, last, steps, _newton_schulz_product if kernel else _newton_schulz_product_torch)
+    return out.view(matrix.shape)
+
+
+# ---------------------------------------------------------------------------
+# Chunked gated delta rule (recurrent scan)
+
+# exp of anything lower is 0 in float32; the bound keeps the coarse sums of a chunk of 128 tokens exact
+_SCAN_LOG_FLOOR = -128.0
+# decays are summed as multiples of 1/1024 (exact in float32 to 16,384) plus a rest below 1/2048: after many tokens of
+# -80 a plain float32 cumulative sum is wrong by 1e-3, and so would be every later decay of the chunk
+_SCAN_COARSE = 1024.0
+# per chunk and head, seven float32 rows: coarse and fine sums up to the token (0, 1) and before it (2, 3); decay of the
+# entering state for the prediction (4) and the output (5); decay of the token's write to the end of the chunk (6)
+_SCAN_GATE_ROWS = 7
+
+
+@_jit
+def _scan_load(ptr, o_t, o_d, stride, n_t, n_d):
+    """A (rows, columns) tile whose rows are `stride` elements apart, zero outside (n_t, n_d)."""
+    mask = (o_t[:, None] < n_t) & (o_d[None, :] < n_d)
+    return tl.load(ptr + o_t[:, None] * stride + o_d[None, :], mask=mask, other=0.0)
+
+
+@_jit
+def _scan_store(ptr, value, o_t, o_d, stride, n_t, n_d):
+    mask = (o_t[:, None] < n_t) & (o_d[None, :] < n_d)
+    tl.store(ptr + o_t[:, None] * stride + o_d[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@_jit
+def _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT: tl.constexpr):
+    """Where each token's document starts, from the chunk's first token on; tokens behind the row follow its last."""
+    i_t = tl.minimum(i_c * BT + o_t, T - 1)
+    return tl.load(doc_ptr + i_b * T + i_t) - (i_c * BT).to(tl.int32)
+
+
+@_jit
+def _scan_lower_inverse(a, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - a)^-1 for strictly lower a (BT, BT): rows of the 16x16 diagonal blocks in order, then
+    [[X, 0], [Y b X, Y]] merges to 32 and 64."""
+    NB: tl.constexpr = BT // 16
+    o_b = tl.arange(0, NB)
+    o_s = tl.arange(0, 16)
+    same = o_b[:, None, None, None] == o_b[None, None, :, None]
+    # (NB, 16, 16): one term of each sum is not zero
+    diagonal = tl.sum(tl.where(same, tl.reshape(a, (NB, 16, NB, 16)), 0.0), axis=2)
+    # transposed, so that a row of it lies along the axis that the update sums over
+    diagonal_t = tl.permute(diagonal, (0, 2, 1))
+    x = diagonal
+    for i in range(2, 16):
+        row = tl.sum(tl.where(o_s[None, None, :] == i, diagonal_t, 0.0), axis=2)
+        update = tl.sum(row[:, :, None] * x, axis=1)
+        x = tl.where(o_s[None, :, None] == i, x + update[:, None, :], x)
+    inverse = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (BT, BT))
+    o_t = tl.arange(0, BT)
+    inverse = tl.where(o_t[:, None] == o_t[None, :], 1.0, inverse)
+    i_row = o_t[:, None] // 16
+    i_col = o_t[None, :] // 16
+    if BT > 16:
+        below = tl.where((i_row // 2 == i_col // 2) & (i_row > i_col), a, 0.0)
+        product = tl.dot(inverse, below, input_precision=PRECISION)
+        inverse += tl.dot(product, inverse, input_precision=PRECISION)
+    if BT > 32:
+        below = tl.where(i_row // 2 > i_col // 2, a, 0.0)
+        product = tl.dot(inverse, below, input_precision=PRECISION)
+        inverse += tl.dot(product, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_associative_scan_kernel(
+    k_ptr, beta_ptr, g_ptr, doc_ptr, inverse_ptr, gate_ptr,
+    T, NC, H, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    FLOOR: tl.constexpr = _SCAN_LOG_FLOOR, COARSE: tl.constexpr = _SCAN_COARSE, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """Entry stage, one chunk of one head: the decays, and the strictly lower part of (I - A)^-1,
+    A_ij = -beta_j (k_j . k_i) prod_{m=j+1}^{i-1} gamma_m for doc_start_i <= j < i, zero elsewhere."""
+    i_c = tl.program_id(0).to(tl.int64) % NC
+    i_bh = tl.program_id(0).to(tl.int64) // NC
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    n_t = T - i_c * BT
+    i_token = (i_b * T + i_c * BT) * H + i_h
+    m_t = o_t < n_t
+    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)  # (BT, BK)
+    b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+    b_g = tl.load(g_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
+
+    # sums restart at each document, so that no bit of a document depends on another one's decays
+    b_g = tl.maximum(b_g, FLOOR)
+    b_coarse = tl.floor(b_g * COARSE + 0.5) / COARSE
+    b_fine = b_g - b_coarse
+    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    out_coarse = tl.sum(tl.where(m_out, b_coarse[None, :], 0.0), axis=1)
+    out_fine = tl.sum(tl.where(m_out, b_fine[None, :], 0.0), axis=1)
+    pre_coarse = tl.sum(tl.where(m_pre, b_coarse[None, :], 0.0), axis=1)
+    pre_fine = tl.sum(tl.where(m_pre, b_fine[None, :], 0.0), axis=1)
+    m_last = o_t == BT - 1
+    last_coarse = tl.sum(tl.where(m_last, out_coarse, 0.0))
+    last_fine = tl.sum(tl.where(m_last, out_fine, 0.0))
+    last_doc = tl.sum(tl.where(m_last, b_doc, 0))
+    exponent = (last_coarse - out_coarse) + (last_fine - out_fine)
+    to_end = tl.exp(tl.where(o_t >= last_doc, exponent, float("-inf")))
+    p_gate = gate_ptr + (i_bh * NC + i_c) * (ROWS * BT) + o_t
+    tl.store(p_gate, out_coarse)
+    tl.store(p_gate + BT, out_fine)
+    tl.store(p_gate + 2 * BT, pre_coarse)
+    tl.store(p_gate + 3 * BT, pre_fine)
+    tl.store(p_gate + 4 * BT, tl.where(b_doc < 0, tl.exp(pre_coarse + pre_fine), 0.0))
+    tl.store(p_gate + 5 * BT, tl.where(b_doc < 0, tl.exp(out_coarse + out_fine), 0.0))
+    tl.store(p_gate + 6 * BT, to_end)
+
+    exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])
+    b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_a = -b_kk * b_beta[None, :] * tl.exp(tl.where(m_pre, exponent, float("-inf")))
+    b_inverse = _scan_lower_inverse(b_a, BT, MERGE)
+    b_inverse = tl.where(o_t[:, None] > o_t[None, :], b_inverse, 0.0)
+    _scan_store(inverse_ptr + (i_bh * NC + i_c) * (BT * BT), b_inverse, o_t, o_t, BT, BT, BT)
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_scan_state_kernel(
+    k_ptr, v_ptr, beta_ptr, inverse_ptr, gate_ptr, initial_ptr, w_ptr, states_ptr, final_ptr,
+    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """The chunks of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S),
+    S <- carry S + K^T (to_end beta w). Keeps w and the state that enters each chunk."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_bh = tl.program_id(0).to(tl.int64) // NV
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_s = _scan_load(initial_ptr + i_bh * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
+    for i_c in range(0, NC):
+        n_t = T - i_c * BT
+        i_chunk = i_bh * NC + i_c
+        i_token = (i_b * T + i_c * BT) * H + i_h
+        m_t = o_t < n_t
+        p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+        _scan_store(states_ptr + i_chunk * (K * V), b_s, o_k, o_v, V, K, V)
+        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+        pre_entry = tl.load(p_gate + 4 * BT)
+        to_end = tl.load(p_gate + 6 * BT)
+        carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+        b_recalled = tl.dot(b_k, b_s.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
+        b_x = b_v.to(tl.float32) - pre_entry[:, None] * b_recalled
+        # the unit diagonal of the inverse is added in float32
+        b_w = b_x + tl.dot(b_inverse, b_x.to(b_k.dtype), input_precision=PRECISION)
+        _scan_store(w_ptr + i_token * V, b_w, o_t, o_v, H * V, n_t, V)
+        b_write = ((to_end * b_beta)[:, None] * b_w).to(b_k.dtype)
+        b_s = carry * b_s + tl.dot(tl.trans(b_k), b_write, input_precision=PRECISION)
+    _scan_store(final_ptr + i_bh * (K * V), b_s, o_k, o_v, V, K, V)
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_scan_output_kernel(
+    q_ptr, k_ptr, beta_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, y_ptr,
+    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """One chunk, BV value columns: y = out Q S + P w, P_ij = beta_j (q_i . k_j) prod_{m=j+1}^{i} gamma_m."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_chunk = tl.program_id(0).to(tl.int64) // NV
+    i_c, i_bh = i_chunk % NC, i_chunk // NC
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    n_t = T - i_c * BT
+    i_token = (i_b * T + i_c * BT) * H + i_h
+    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+    b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
+    b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=o_t < n_t, other=0.0)
+    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
+    out_coarse = tl.load(p_gate)
+    out_fine = tl.load(p_gate + BT)
+    out_entry = tl.load(p_gate + 5 * BT)
+    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
+    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_decay = tl.exp(tl.where(m_out, exponent, float("-inf")))
+    b_p = (b_qk * b_beta[None, :] * b_decay).to(b_k.dtype)
+    b_y = out_entry[:, None] * tl.dot(b_q, b_s, input_precision=PRECISION)
+    b_y += tl.dot(b_p, b_w, input_precision=PRECISION)
+    _scan_store(y_ptr + i_token * V, b_y, o_t, o_v, H * V, n_t, V)
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_scan_dwrite_kernel(
+    q_ptr, k_ptr, doc_ptr, gate_ptr, do_ptr, du_ptr,
+    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """One chunk, BV value columns: what the chunk's outputs send back to its writes u = beta w,
+    du_j = sum_{i>=j} (k_j . q_i) prod_{m=j+1}^{i} gamma_m do_i."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_chunk = tl.program_id(0).to(tl.int64) // NV
+    i_c, i_bh = i_chunk % NC, i_chunk // NC
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    n_t = T - i_c * BT
+    i_token = (i_b * T + i_c * BT) * H + i_h
+    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
+    out_coarse = tl.load(p_gate)
+    out_fine = tl.load(p_gate + BT)
+    # rows are the writes j, columns the outputs i: built transposed, never transposed after the product
+    exponent = (out_coarse[None, :] - out_coarse[:, None]) + (out_fine[None, :] - out_fine[:, None])
+    m_out = (o_t[:, None] <= o_t[None, :]) & (o_t[:, None] >= b_doc[None, :])
+    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_p = (b_kq * tl.exp(tl.where(m_out, exponent, float("-inf")))).to(b_k.dtype)
+    b_du = tl.dot(b_p, b_do, input_precision=PRECISION)
+    _scan_store(du_ptr + i_token * V, b_du, o_t, o_v, H * V, n_t, V)
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_scan_dstate_kernel(
+    q_ptr, k_ptr, beta_ptr, inverse_ptr, gate_ptr, w_ptr, do_ptr, du_ptr, dfinal_ptr,
+    dv_ptr, dstates_ptr, dbeta_ptr, dend_ptr, dinitial_ptr,
+    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """The chunks of one head in reverse, BV value columns: du += to_end K dS, dv = (I - A)^-T (beta du),
+    dS <- carry dS + Q^T (out do) - K^T (pre dv). Keeps dv, the dS that leaves each chunk, and this block's share of
+    du . w (for beta) and of to_end beta w . (K dS) (for the decays)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_bh = tl.program_id(0).to(tl.int64) // NV
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_ds = _scan_load(dfinal_ptr + i_bh * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
+    for i_step in range(0, NC):
+        i_c = NC - 1 - i_step
+        n_t = T - i_c * BT
+        i_chunk = i_bh * NC + i_c
+        i_token = (i_b * T + i_c * BT) * H + i_h
+        m_t = o_t < n_t
+        p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+        _scan_store(dstates_ptr + i_chunk * (K * V), b_ds, o_k, o_v, V, K, V)
+        b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
+        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
+        b_du = _scan_load(du_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+        pre_entry = tl.load(p_gate + 4 * BT)
+        out_entry = tl.load(p_gate + 5 * BT)
+        to_end = tl.load(p_gate + 6 * BT)
+        carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+        b_kds = to_end[:, None] * tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
+        b_du += b_kds
+        p_share = (i_v * (tl.num_programs(0) // NV) + i_bh) * NC * BT + i_c * BT + o_t
+        tl.store(dbeta_ptr + p_share, tl.sum(b_du * b_w, axis=1))
+        tl.store(dend_ptr + p_share, b_beta * tl.sum(b_kds * b_w, axis=1))
+        b_dw = b_beta[:, None] * b_du
+        b_dv = b_dw + tl.dot(tl.trans(b_inverse), b_dw.to(b_k.dtype), input_precision=PRECISION)
+        _scan_store(dv_ptr + i_token * V, b_dv, o_t, o_v, H * V, n_t, V)
+        b_out = (out_entry[:, None] * b_do).to(b_k.dtype)
+        b_pre = (pre_entry[:, None] * b_dv).to(b_k.dtype)
+        b_gain = tl.dot(tl.trans(b_q), b_out, input_precision=PRECISION)
+        b_loss = tl.dot(tl.trans(b_k), b_pre, input_precision=PRECISION)
+        b_ds = carry * b_ds + (b_gain - b_loss)
+    _scan_store(dinitial_ptr + i_bh * (K * V), b_ds, o_k, o_v, V, K, V)
+
+
+@_jit
+def _scan_dgate(b_z_out, b_z_pre, out_entry, pre_entry, dend, dcarry, o_t):
+    """Gradient of the log decays from the gradients of all exponents: m collects each pair j < m <= i (outputs) and
+    j < m < i (predictions). Sums of terms, never differences of sums: a decay of -80 gets 0, not rounding noise."""
+    o_i = o_t[:, None]
+    o_m = o_t[None, :]
+    # column m - 1 of the running sums holds every write before m
+    span = tl.where(o_i > o_m, tl.cumsum(b_z_out, axis=1), 0.0)
+    span += tl.where(o_i > o_m + 1, tl.cumsum(b_z_pre, axis=1), 0.0)
+    span = tl.sum(span, axis=0)  # (BT,), belongs to the token after
+    b_dg = tl.where(o_i == o_m - 1, span[:, None], 0.0)
+    b_dg += tl.where(o_i >= o_m, out_entry[:, None], 0.0)
+    b_dg += tl.where(o_i > o_m, pre_entry[:, None], 0.0)
+    b_dg += tl.where(o_i < o_m, dend[:, None], 0.0)
+    return tl.sum(b_dg, axis=0) + dcarry
+
+
+@_jit_dynamic("T", "NC")
+def _chunk_scan_dinput_kernel(
+    q_ptr, k_ptr, beta_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr,
+    dbeta_share_ptr, dend_ptr, dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
+    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """One chunk: with dP = do w^T, dA = dv w^T, D and E the decays of outputs and predictions, X = dA beta E,
+    dQ = out do S^T + (dP beta D) K, dK = (dP beta D)^T Q - (X + X^T) K - pre dv S^T + to_end beta w dS^T;
+    dK is built as dK^T, whose products need no transposed accumulator on the left."""
+    i_chunk = tl.program_id(0).to(tl.int64)
+    i_c, i_bh = i_chunk % NC, i_chunk // NC
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    n_t = T - i_c * BT
+    i_token = (i_b * T + i_c * BT) * H + i_h
+    m_t = o_t < n_t
+    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+    b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
+    out_coarse = tl.load(p_gate)
+    out_fine = tl.load(p_gate + BT)
+    b_dp = tl.zeros((BT, BT), tl.float32)
+    b_da = tl.zeros((BT, BT), tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_dp += tl.dot(b_do, tl.trans(b_w), input_precision=PRECISION)
+        b_da += tl.dot(b_dv, tl.trans(b_w), input_precision=PRECISION)
+    b_qk = tl.zeros((BT, BT), tl.float32)
+    b_kk = tl.zeros((BT, BT), tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_qk += tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_kk += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+
+    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
+    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    b_dp *= b_beta[None, :] * tl.exp(tl.where(m_out, exponent, float("-inf")))
+    b_z_out = b_dp * b_qk
+    exponent = tl.load(p_gate + 2 * BT)[:, None] - out_coarse[None, :]
+    exponent += tl.load(p_gate + 3 * BT)[:, None] - out_fine[None, :]
+    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    b_da *= tl.exp(tl.where(m_pre, exponent, float("-inf")))
+    b_da_kk = b_da * b_kk
+    b_dbeta = -tl.sum(b_da_kk, axis=0)
+    b_z_pre = -b_da_kk * b_beta[None, :]
+    b_x = b_da * b_beta[None, :]
+    b_x = (b_x + tl.trans(b_x)).to(q_ptr.dtype.element_ty)
+    b_dp = b_dp.to(q_ptr.dtype.element_ty)
+
+    pre_entry = tl.load(p_gate + 4 * BT)
+    out_entry = tl.load(p_gate + 5 * BT)
+    end_beta = tl.load(p_gate + 6 * BT) * b_beta
+    z_out = tl.zeros((BT,), tl.float32)
+    z_pre = tl.zeros((BT,), tl.float32)
+    dcarry = 0.0
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_dq = tl.zeros((BT, BK), tl.float32)
+        b_dk = tl.zeros((BK, BT), tl.float32)
+        b_dk_end = tl.zeros((BK, BT), tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+            b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+            b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+            b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
+            b_ds = _scan_load(dstates_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
+            dcarry += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
+            b_dq += tl.dot(b_do, tl.trans(b_s), input_precision=PRECISION)
+            b_dk += tl.dot(b_s, tl.trans(b_dv), input_precision=PRECISION)
+            b_dk_end += tl.dot(b_ds, tl.trans(b_w), input_precision=PRECISION)
+        b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+        b_dq *= out_entry[:, None]
+        b_dk *= -pre_entry[None, :]
+        z_out += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
+        z_pre += tl.sum(b_dk * tl.trans(b_k).to(tl.float32), axis=0)
+        b_dq += tl.dot(b_dp, b_k, input_precision=PRECISION)
+        # gain - loss: a difference keeps the compiler from chaining both products in one accumulator
+        b_gain = tl.dot(tl.trans(b_q), b_dp, input_precision=PRECISION)
+        b_loss = tl.dot(tl.trans(b_k), b_x, input_precision=PRECISION)
+        b_dk += b_dk_end * end_beta[None, :] + (b_gain - b_loss)
+        _scan_store(dq_ptr + i_token * K, b_dq, o_t, o_k, H * K, n_t, K)
+        p_dk = dk_ptr + i_token * K + o_t[None, :] * (H * K) + o_k[:, None]
+        tl.store(p_dk, b_dk.to(dk_ptr.dtype.element_ty), mask=(o_k[:, None] < K) & m_t[None, :])
+    dcarry *= tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+
+    dend = tl.zeros((BT,), tl.float32)
+    for i_share in range(0, SHARES):
+        p_share = (i_share * (tl.num_programs(0) // NC) + i_bh) * NC * BT + i_c * BT + o_t
+        b_dbeta += tl.load(dbeta_share_ptr + p_share)
+        dend += tl.load(dend_ptr + p_share)
+    tl.store(dbeta_ptr + i_token + o_t * H, b_dbeta, mask=m_t)
+    b_dg = _scan_dgate(b_z_out, b_z_pre, z_out, z_pre, dend, dcarry, o_t)
+    tl.store(dg_ptr + i_token + o_t * H, b_dg, mask=m_t)
+
+
+def _scan_chunks(x: Tensor, chunk: int) -> Tensor:
+    """(B, T, H, ...) -> (B, H, N, C, ...), zeros behind the last token."""
+    tail = -x.shape[1] % chunk
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, tail))
+    return x.unflatten(1, (-1, chunk)).movedim(3, 1)
+
+
+def _scan_tokens(x: Tensor, tokens: int) -> Tensor:
+    """(B, H, N, C, ...) -> (B, T, H, ...), the inverse of _scan_chunks."""
+    return x.movedim(1, 3).flatten(1, 2)[:, :tokens].contiguous()
+
+
+def _scan_torch_gates(log_gamma: Tensor, doc_start: Tensor, chunk: int) -> SimpleNamespace:
+    """Decays of every chunk: pairwise (B, H, N, C, C) for predictions and outputs, (B, H, N, C) for the carry."""
+    # tokens behind the row continue its last document without decay and without a write
+    tail = -doc_start.shape[1] % chunk
+    doc = torch.cat([doc_start, doc_start[:, -1:].expand(-1, tail)], dim=1).unflatten(1, (-1, chunk))
+    doc = doc - torch.arange(doc.shape[1], device=doc.device)[:, None] * chunk  # (B, N, C), local to the chunk
+    index = torch.arange(chunk, device=doc.device)
+    within = (index <= index[:, None]) & (index >= doc[..., None])  # (B, N, C, C)
+    enters = (doc < 0)[:, None]  # (B, 1, N, C)
+    log_gamma = F.pad(log_gamma.clamp(min=_SCAN_LOG_FLOOR), (0, 0, 0, tail)).unflatten(1, (-1, chunk))
+    coarse = torch.floor(log_gamma * _SCAN_COARSE + 0.5) / _SCAN_COARSE  # (B, N, C, H)
+    fine = log_gamma - coarse
+    mask = within.to(log_gamma.dtype)
+    sum_coarse, sum_fine = mask @ coarse, mask @ fine
+    # (B, H, N, C): up to and including the token (out), up to the token before it (pre)
+    out_coarse, out_fine = sum_coarse.permute(0, 3, 1, 2), sum_fine.permute(0, 3, 1, 2)
+    pre_coarse, pre_fine = (sum_coarse - coarse).permute(0, 3, 1, 2), (sum_fine - fine).permute(0, 3, 1, 2)
+
+    def pairwise(row_coarse: Tensor, row_fine: Tensor, keep: Tensor) -> Tensor:
+        exponent = (row_coarse[..., None] - out_coarse[..., None, :]) + (row_fine[..., None] - out_fine[..., None, :])
+        return torch.where(keep[:, None], exponent, -math.inf).exp()
+
+    out_pair = pairwise(out_coarse, out_fine, within)
+    out_entry = torch.where(enters, (out_coarse + out_fine).exp(), 0.0)
+    return SimpleNamespace(
+        pre_pair=pairwise(pre_coarse, pre_fine, within & (index < index[:, None])),
+        out_pair=out_pair,
+        pre_entry=torch.where(enters, (pre_coarse + pre_fine).exp(), 0.0),
+        out_entry=out_entry,
+        to_end=out_pair[..., -1, :],
+        carry=out_entry[..., -1],
+    )
+
+
+def _scan_torch_states(k, v, beta, gates, initial_state):
+    """Solve every chunk against any entering state, then pass the state: the carry is the affine map (M, S)."""
+    # (I - A) w = v - pre K S0^T; A is kept strictly lower triangular
+    a = -(k @ k.mT) * beta[..., None, :] * gates.pre_pair
+    x = torch.cat([v, gates.pre_entry[..., None] * k], dim=-1)
+    x = torch.linalg.solve_triangular(-a, x, upper=False, unitriangular=True)
+    w_local, w_state = x.split([v.shape[-1], k.shape[-1]], dim=-1)
+    writes = (gates.to_end * beta)[..., None] * k
+    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    m = gates.carry[..., None, None] * eye - writes.mT @ w_state  # (B, H, N, K, K)
+    s = writes.mT @ w_local  # (B, H, N, K, V)
+    state = initial_state.to(k.dtype).flatten(0, 1)
+    states = []
+    for m_n, s_n in zip(m.flatten(0, 1).unbind(1), s.flatten(0, 1).unbind(1), strict=True):
+        states.append(state)
+        state = torch.baddbmm(s_n, m_n, state)
+    entering = torch.stack(states, dim=1).unflatten(0, m.shape[:2])  # (B, H, N, K, V)
+    w = w_local - w_state @ entering
+    return a, m, entering, w, state.unflatten(0, m.shape[:2])
+
+
+def _chunk_associative_scan_torch(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
+    """The vectorised PyTorch form: everything but the state pass is batched over the chunks."""
+    tokens = q.shape[1]
+    gates = _scan_torch_gates(log_gamma, doc_start, chunk_size)
+    q, k, v, beta = (_scan_chunks(x, chunk_size) for x in (q, k, v, beta))
+    _, _, entering, w, final_state = _scan_torch_states(k, v, beta, gates, initial_state)
+    y = gates.out_entry[..., None] * (q @ entering) + ((q @ k.mT) * gates.out_pair * beta[..., None, :]) @ w
+    return _scan_tokens(y, tokens), final_state
+
+
+def _chunk_associative_scan_torch_bwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size, do, dfinal):
+    """Recompute the chunks, pass the state's gradient in reverse, then every chunk's gradients at once."""
+    tokens = q.shape[1]
+    gates = _scan_torch_gates(log_gamma, doc_start, chunk_size)
+    q, k, v, beta, do = (_scan_chunks(x, chunk_size) for x in (q, k, v, beta, do))
+    a, m, entering, w, _ = _scan_torch_states(k, v, beta, gates, initial_state)
+    qk = q @ k.mT
+
+    # gradient of the writes u = beta w inside the chunk, and through it of the entering state
+    du = (qk * gates.out_pair).mT @ do
+    dx = torch.linalg.solve_triangular(-a.mT, beta[..., None] * du, upper=True, unitriangular=True)
+    out_do = gates.out_entry[..., None] * do
+    r = q.mT @ out_do - (gates.pre_entry[..., None] * k).mT @ dx
+    dstate = dfinal.to(k.dtype).flatten(0, 1)
+    dstates = []
+    for m_n, r_n in zip(reversed(m.flatten(0, 1).unbind(1)), reversed(r.flatten(0, 1).unbind(1)), strict=True):
+        dstates.append(dstate)
+        dstate = torch.baddbmm(r_n, m_n.mT, dstate)
+    leaving = torch.stack(dstates[::-1], dim=1).unflatten(0, m.shape[:2])  # (B, H, N, K, V)
+    k_leaving = k @ leaving
+    du = du + gates.to_end[..., None] * k_leaving
+    dv = torch.linalg.solve_triangular(-a.mT, beta[..., None] * du, upper=True, unitriangular=True)
+
+    dp = (do @ w.mT) * beta[..., None, :] * gates.out_pair
+    da = dv @ w.mT
+    dkk = -da * beta[..., None, :] * gates.pre_pair
+    dq_entry = out_do @ entering.mT
+    dk_entry = -(gates.pre_entry[..., None] * dv) @ entering.mT
+    dq = dq_entry + dp @ k
+    dk = dk_entry + dp.mT @ q + (dkk + dkk.mT) @ k + (gates.to_end * beta)[..., None] * (w @ leaving.mT)
+    dbeta = (du * w).sum(-1) - (da * (k @ k.mT) * gates.pre_pair).sum(-2)
+
+    # a decay between two tokens collects every pair that spans it: sums of terms, never differences of sums
+    ones = torch.ones(chunk_size, chunk_size, dtype=q.dtype, device=q.device)
+    span = ((dp * qk).cumsum(-1) * ones.tril(-1) + (da * a).cumsum(-1) * ones.tril(-2)).sum(-2)
+    dlog_gamma = F.pad(span[..., :-1], (1, 0))
+    dlog_gamma = dlog_gamma + (dq_entry * q).sum(-1) @ ones.tril() + (dk_entry * k).sum(-1) @ ones.tril(-1)
+    dlog_gamma = dlog_gamma + (gates.to_end * beta * (w * k_leaving).sum(-1)) @ ones.triu(1)
+    dlog_gamma = dlog_gamma + (gates.carry * (leaving * entering).sum((-2, -1)))[..., None]
+    grads = (_scan_tokens(x, tokens) for x in (dq, dk, dv, dbeta, dlog_gamma))
+    return *grads, dstate.unflatten(0, m.shape[:2])
+
+
+def _scan_capability(x: Tensor) -> int:
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+
+
+def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
+    """Tile sizes, warps and pipeline depth of every stage for this call."""
+    B, T, H, K = x.shape
+    V = v.shape[-1]
+    low = x.dtype == torch.bfloat16
+    blackwell = _scan_capability(x) >= 10
+    # float32: 32 tokens, 16 columns, 8 warps, one buffer: exact products run on the plain units, from registers
+    BT = min(chunk_size, 64 if low else 32)
+    BV = min(32 if low else 16, triton.next_power_of_2(V))
+    # sm_90: 64 columns halve the re-reading of k; 32 give more multiprocessors work when there are few heads
+    if low and not blackwell and V > 32 and B * H * triton.cdiv(V, 64) >= _multiprocessors(x):
+        BV = 64
+    warps = 4 if low else 8
+    BK = triton.next_power_of_2(K)
+    return SimpleNamespace(
+        NC=triton.cdiv(T, BT),
+        NV=triton.cdiv(V, BV),
+        sizes=dict(K=K, V=V, BK=BK, BV=BV, BT=BT, PRECISION="ieee"),
+        merge="tf32" if low else "ieee",
+        chunk=dict(num_warps=warps, num_stages=1),
+        # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
+        state=dict(num_warps=2 if blackwell and low else warps, num_stages=2 if low and not blackwell else 1),
+        # blocks of the key dimension, for the only stage with three accumulators of its length
+        dinput=dict(BK=min(BK, 64 if low else 32), num_warps=8, num_stages=1),
+    )
+
+
+def _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles):
+    """Entry and state stages: inverse, gates, w, the states that enter the chunks, the final state."""
+    B, T, H, K = k.shape
+    V, NC, BT = v.shape[-1], tiles.NC, tiles.sizes["BT"]
+    inverse = k.new_empty(B, H, NC, BT, BT)
+    gates = beta.new_empty(B, H, NC, _SCAN_GATE_ROWS, BT)
+    _chunk_associative_scan_kernel[(NC * B * H,)](
+        k, beta, log_gamma, doc_start, inverse, gates,
+        T, NC, H, K=K, BK=tiles.sizes["BK"], BT=BT, PRECISION="ieee", MERGE=tiles.merge, **tiles.chunk,
+    )  # fmt: skip
+    w = torch.empty_like(v)
+    states = k.new_empty(B, H, NC, K, V)
+    final_state = torch.empty_like(initial_state)
+    _chunk_scan_state_kernel[(tiles.NV * B * H,)](
+        k, v, beta, inverse, gates, initial_state, w, states, final_state,
+        T, NC, H, **tiles.sizes, **tiles.state,
+    )  # fmt: skip
+    return inverse, gates, w, states, final_state
+
+
+def _chunk_associative_scan_fwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
+    B, T, H, _ = q.shape
+    tiles = _scan_tiles(q, v, chunk_size)
+    _, gates, w, states, final_state = _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles)
+    y = torch.empty_like(v)
+    _chunk_scan_output_kernel[(tiles.NV * tiles.NC * B * H,)](
+        q, k, beta, doc_start, gates, w, states, y,
+        T, tiles.NC, H, **tiles.sizes, **tiles.chunk,
+    )  # fmt: skip
+    return y, final_state
+
+
+def _chunk_associative_scan_bwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size, do, dfinal):
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    tiles = _scan_tiles(q, v, chunk_size)
+    NC, NV, BT = tiles.NC, tiles.NV, tiles.sizes["BT"]
+    inverse, gates, w, states, _ = _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles)
+    # float32: with repeated keys the solve cancels most of it, and a bf16 copy doubles the error of dv
+    du = torch.empty_like(v, dtype=torch.float32)
+    dv = torch.empty_like(v)
+    _chunk_scan_dwrite_kernel[(NV * NC * B * H,)](
+        q, k, doc_start, gates, do, du,
+        T, NC, H, **tiles.sizes, **tiles.chunk,
+    )  # fmt: skip
+    dstates = k.new_empty(B, H, NC, K, V)
+    dinitial = torch.empty_like(initial_state)
+    # one share per block of value columns: no float atomics
+    dbeta_shares = beta.new_empty(NV, B, H, NC * BT)
+    dend_shares = beta.new_empty(NV, B, H, NC * BT)
+    _chunk_scan_dstate_kernel[(NV * B * H,)](
+        q, k, beta, inverse, gates, w, do, du, dfinal, dv, dstates, dbeta_shares, dend_shares, dinitial,
+        T, NC, H, **tiles.sizes, **tiles.state,
+    )  # fmt: skip
+    dq, dk, dbeta, dlog_gamma = (torch.empty_like(x) for x in (q, k, beta, log_gamma))
+    _chunk_scan_dinput_kernel[(NC * B * H,)](
+        q, k, beta, doc_start, gates, w, states, do, dv, dstates, dbeta_shares, dend_shares, dq, dk, dbeta, dlog_gamma,
+        T, NC, H, SHARES=NV, **(tiles.sizes | tiles.dinput),
+    )  # fmt: skip
+    return dq, dk, dv, dbeta, dlog_gamma, dinitial
+
+
+class _ChunkAssociativeScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
+        ctx.save_for_backward(q, k, v, beta, log_gamma, initial_state, doc_start)
+        ctx.chunk_size = chunk_size
+        forward = _chunk_associative_scan_fwd if _uses_kernel(q) else _chunk_associative_scan_torch
+        return forward(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dfinal):
+        # everything else is recomputed: a chunk's state is as large as its inputs
+        saved = ctx.saved_tensors
+        backward = _chunk_associative_scan_bwd if _uses_kernel(saved[0]) else _chunk_associative_scan_torch_bwd
+        grads = backward(*saved, ctx.chunk_size, do.contiguous(), dfinal.contiguous())
+        return *grads, None, None
+
+
+def _scan_check(q, k, v, beta, log_gamma) -> None:
+    """Shapes and types that the scan, the step and the commit share; q may be k."""
+    _require(q.ndim == 4 and v.ndim == 4, f"q and v must be 4-D, got {tuple(q.shape)} and {tuple(v.shape)}")
+    _require(k.shape == q.shape, f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
+    _require(v.shape[:3] == q.shape[:3], f"v must begin with {tuple(q.shape[:3])}, got {tuple(v.shape)}")
+    _require(min(q.shape) > 0 and v.shape[-1] > 0, f"every dimension must be at least 1, got {tuple(q.shape)}")
+    for name, x in (("beta", beta), ("log_gamma", log_gamma)):
+        _require(x.shape == q.shape[:3], f"{name} must have shape {tuple(q.shape[:3])}, got {tuple(x.shape)}")
+    kinds = (torch.bfloat16, torch.float32) if q.is_cuda else (torch.float32, torch.float64)
+    _require(q.dtype in kinds, f"q on {q.device.type} must be one of {kinds}, got {q.dtype}")
+    _require(k.dtype == v.dtype == q.dtype, f"k and v must be {q.dtype}, got {k.dtype} and {v.dtype}")
+    gate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    _require(beta.dtype == log_gamma.dtype == gate, f"gates must be {gate}, got {beta.dtype} and {log_gamma.dtype}")
+    for size in (q.shape[-1], v.shape[-1]):
+        _require(size % 16 == 0 and size <= 128, f"head dims must be multiples of 16 up to 128, got {size}")
+
+
+def _scan_check_state(state, q, v) -> None:
+    shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    _require(state.shape == shape, f"state must have shape {shape}, got {tuple(state.shape)}")
+    gate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    _require(state.dtype == gate, f"state must be {gate}, got {state.dtype}")
+
+
+def chunk_associative_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_gamma: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    doc_start: Tensor | None = None,
+    chunk_size: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule over a row of tokens, in chunks; return (y, final_state).
+
+    S_t = gamma_t S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T and y_t = S_t q_t: the prediction reads the undecayed state
+    (delta rule: arXiv 2406.06484; gated, with the decay first: arXiv 2412.06464).
+    q, k (B, T, H, K), v and y (B, T, H, V) bfloat16 or float32 (CPU: float32 or float64); beta, log_gamma (B, T, H)
+    float32, log_gamma in natural log and at most 0, beta |k|^2 below 2; states (B, H, K, V) float32, state = S^T.
+    doc_start (B, T) int32: index in the row at which each token's document starts, never falling along the row,
+    negative where it began in an earlier segment; only such tokens (all of them when doc_start is None) read
+    initial_state, and final_state is that of the last document. chunk_size is 16, 32, 64 or 128; kernels use blocks of
+    at most 64 inside.
+    Differentiable once in everything but doc_start, also through final_state. Raises ValueError on a wrong shape or
+    type.
+    """
+    _scan_check(q, k, v, beta, log_gamma)
+    B, T, H, K = q.shape
+    _require(chunk_size in (16, 32, 64, 128), f"chunk_size must be 16, 32, 64 or 128, got {chunk_size}")
+    if initial_state is None:
+        initial_state = beta.new_zeros(B, H, K, v.shape[-1])
+    _scan_check_state(initial_state, q, v)
+    if doc_start is None:
+        doc_start = torch.full((B, T), -1, dtype=torch.int32, device=q.device)
+    _require(doc_start.shape == (B, T), f"doc_start must have shape {(B, T)}, got {tuple(doc_start.shape)}")
+    _require(doc_start.dtype == torch.int32, f"doc_start must be torch.int32, got {doc_start.dtype}")
+    # a short row needs no longer block
+    chunk_size = min(chunk_size, 1 << max(4, (T - 1).bit_length()))
+    tensors = (x.contiguous() for x in (q, k, v, beta, log_gamma, initial_state, doc_start))
+    return _ChunkAssociativeScan.apply(*tensors, chunk_size)
+
+
+# ---------------------------------------------------------------------------
+# Gated delta rule, one step (decoding over a draft tree)
+
+_STEP_MAX_NODES = 8
+# fixed, whatever the batch: the order of a node's sums is part of the contract
+_STEP_BLOCK_V = 32
+
+
+@_jit
+def _delta_rule_update(b_s, p_k, p_v, p_beta, p_g, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+    """S <- gamma S + beta k (v - k S)^T on a (BK, BV) tile in float32; the pointers are at the token."""
+    b_k = tl.load(p_k + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta)
+    decay = tl.exp(tl.load(p_g))
+    error = b_v - tl.sum(b_s * b_k[:, None], axis=0)
+    return decay * b_s + (b_beta * b_k)[:, None] * error[None, :]
+
+
+@_jit_dynamic("beta_ptr", "g_ptr", "parents_ptr", "N")
+def _delta_rule_step_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, state_ptr, parents_ptr, y_ptr,
+    N, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BV value columns of one head: reads the state once; every node replays its own path from it, so that its bits
+    depend on that path alone. y = q S."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_bh = tl.program_id(0).to(tl.int64) // NV
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_s = (o_k[:, None] < K) & (o_v[None, :] < V)
+    b_root = tl.load(state_ptr + i_bh * (K * V) + o_k[:, None] * V + o_v[None, :], mask=m_s, other=0.0)
+    for node in range(0, N):
+        # parents come before their children, so the set bits in rising order are the path
+        path = 0
+        cursor = node
+        while cursor >= 0:
+            path = path | (1 << cursor)
+            cursor = tl.load(parents_ptr + cursor)
+        b_s = b_root
+        for step in range(0, node + 1):
+            if (path >> step) & 1:
+                i_token = (i_b * N + step) * H + i_h
+                p_k, p_v = k_ptr + i_token * K, v_ptr + i_token * V
+                b_s = _delta_rule_update(b_s, p_k, p_v, beta_ptr + i_token, g_ptr + i_token, o_k, o_v, K, V)
+        i_token = (i_b * N + node) * H + i_h
+        b_q = tl.load(q_ptr + i_token * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        b_y = tl.sum(b_s * b_q[:, None], axis=0)
+        tl.store(y_ptr + i_token * V + o_v, b_y.to(y_ptr.dtype.element_ty), mask=o_v < V)
+
+
+@_jit_dynamic("beta_ptr", "g_ptr", "path_ptr", "N", "D")
+def _delta_rule_commit_kernel(
+    k_ptr, v_ptr, beta_ptr, g_ptr, state_ptr, path_ptr,
+    N, D, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BV value columns of one head: the nodes of the row's path, in order, up to the first negative one; in place."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_bh = tl.program_id(0).to(tl.int64) // NV
+    i_b, i_h = i_bh // H, i_bh % H
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_s = (o_k[:, None] < K) & (o_v[None, :] < V)
+    p_s = state_ptr + i_bh * (K * V) + o_k[:, None] * V + o_v[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=0.0)
+    alive = 1
+    for step in range(0, D):
+        node = tl.load(path_ptr + i_b * D + step)
+        alive = tl.where(node < 0, 0, alive)
+        if alive == 1:
+            i_token = (i_b * N + node) * H + i_h
+            p_k, p_v = k_ptr + i_token * K, v_ptr + i_token * V
+            b_s = _delta_rule_update(b_s, p_k, p_v, beta_ptr + i_token, g_ptr + i_token, o_k, o_v, K, V)
+    tl.store(p_s, b_s, mask=m_s)
+
+
+def _delta_rule_sum_torch(x: Tensor) -> Tensor:
+    """Sum of (B, H, K, V) over K, elementwise in one fixed order: no batch and no thread count changes a bit."""
+    while x.shape[-2] % 2 == 0:
+        upper, lower = x.chunk(2, dim=-2)
+        x = upper + lower
+    total = x[..., 0, :]
+    for row in range(1, x.shape[-2]):
+        total = total + x[..., row, :]
+    return total
+
+
+def _delta_rule_update_torch(state, k, v, beta, log_gamma):
+    """One token on (B, H, K, V): k (B, H, K), v (B, H, V), beta and log_gamma (B, H)."""
+    k, v = k.to(state.dtype), v.to(state.dtype)
+    error = v - _delta_rule_sum_torch(state * k[..., None])
+    write = (beta[..., None] * k)[..., None] * error[..., None, :]
+    return log_gamma.contiguous().exp()[..., None, None] * state + write
+
+
+def _delta_rule_step_torch(q, k, v, beta, log_gamma, state, parents):
+    outputs = []
+    for node in range(q.shape[1]):
+        path, cursor = [], node
+        while cursor >= 0:
+            path.append(cursor)
+            cursor = parents[cursor]
+        s = state
+        for step in reversed(path):
+            s = _delta_rule_update_torch(s, k[:, step], v[:, step], beta[:, step], log_gamma[:, step])
+        outputs.append(_delta_rule_sum_torch(s * q[:, node].to(s.dtype)[..., None]))
+    return torch.stack(outputs, dim=1).to(v.dtype)
+
+
+def _delta_rule_commit_torch(k, v, beta, log_gamma, state, path):
+    rows = torch.arange(k.shape[0], device=k.device)
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    for node in path.long().unbind(1):
+        alive = alive & (node >= 0)
+        node = node.clamp(min=0)
+        moved = _delta_rule_update_torch(state, k[rows, node], v[rows, node], beta[rows, node], log_gamma[rows, node])
+        state.copy_(torch.where(alive[:, None, None, None], moved, state))
+
+
+@torch.no_grad()
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_gamma: Tensor,
+    state: Tensor,
+    *,
+    parents: Tensor | None = None,
+) -> Tensor:
+    """Evaluate the gated delta rule at every node of a draft tree; return y (B, N, H, V) in v's dtype.
+
+    q, k (B, N, H, K), v (B, N, H, V), beta, log_gamma (B, N, H) float32, N at most 8; state (B, H, K, V) float32 is
+    read, not changed. parents (N,) int32: each node's parent, before it in the list, -1 for the committed state; None
+    is a chain. A node's bits depend only on its own path. Not differentiable. Raises ValueError on a wrong shape or
+    type.
+    """
+    _scan_check(q, k, v, beta, log_gamma)
+    _scan_check_state(state, q, v)
+    B, N, H, K = q.shape
+    V = v.shape[-1]
+    _require(N <= _STEP_MAX_NODES, f"a draft tree must have at most {_STEP_MAX_NODES} nodes, got {N}")
+    if parents is None:
+        parents = torch.arange(-1, N - 1, dtype=torch.int32, device=q.device)
+    _require(parents.shape == (N,), f"parents must have shape {(N,)}, got {tuple(parents.shape)}")
+    _require(parents.dtype == torch.int32, f"parents must be torch.int32, got {parents.dtype}")
+    if not q.is_cuda:
+        ordered = all(-1 <= p < node for node, p in enumerate(parents.tolist()))
+        _require(ordered, f"each parent must come before its node, got {parents.tolist()}")
+    if not _uses_kernel(q):
+        return _delta_rule_step_torch(q, k, v, beta, log_gamma, state, parents.tolist())
+    q, k, v, beta, log_gamma, state = (x.contiguous() for x in (q, k, v, beta, log_gamma, state))
+    y = torch.empty_like(v)
+    BV = min(_STEP_BLOCK_V, triton.next_power_of_2(V))
+    _delta_rule_step_kernel[(triton.cdiv(V, BV) * B * H,)](
+        q, k, v, beta, log_gamma, state, parents, y,
+        N, H, K=K, V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@torch.no_grad()
+def delta_rule_commit(k: Tensor, v: Tensor, beta: Tensor, log_gamma: Tensor, state: Tensor, path: Tensor) -> None:
+    """Apply the accepted nodes of a draft tree to the state, in place, with the arithmetic of delta_rule_step.
+
+    k (B, N, H, K), v (B, N, H, V), beta, log_gamma (B, N, H) float32, state (B, H, K, V) float32 and contiguous;
+    path (B, D) int32: node indices in the order of their tokens, -1 ends a row. Raises ValueError on a wrong shape or
+    type.
+    """
+    _scan_check(k, k, v, beta, log_gamma)
+    _scan_check_state(state, k, v)
+    _require(state.is_contiguous(), f"state must be contiguous, got strides {state.stride()}")
+    B, N, H, K = k.shape
+    V = v.shape[-1]
+    _require(path.ndim == 2 and path.shape[0] == B, f"path must have shape ({B}, D), got {tuple(path.shape)}")
+    _require(path.dtype == torch.int32, f"path must be torch.int32, got {path.dtype}")
+    if not k.is_cuda:
+        _require(int(path.max()) < N, f"path must name nodes below {N}, got {path.tolist()}")
+    if not _uses_kernel(k):
+        _delta_rule_commit_torch(k, v, beta, log_gamma, state, path)
+        return
+    k, v, beta, log_gamma, path = (x.contiguous() for x in (k, v, beta, log_gamma, path))
+    BV = min(_STEP_BLOCK_V, triton.next_power_of_2(V))
+    _delta_rule_commit_kernel[(triton.cdiv(V, BV) * B * H,)](
+        k, v, beta, log_gamma, state, path,
+        N, path.shape[1], H, K=K, V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------
+# Windowed attention with anchors
+
+_ATTENTION_LOG2E = 1.4426950408889634
+# a window of this size or more covers every index; larger values would overflow i - window in int32
+_ATTENTION_WIDEST = 1 << 30
+# queries of one partial sum of the far keys' gradients: at least 1,024, and at most 32 such chunks a row
+_ATTENTION_FAR_CHUNK, _ATTENTION_FAR_CHUNKS = 1024, 32
+_ATTENTION_PAGE = 64
+
+
+@_jit
+def _attention_rows(ptr, o_row, m_row, stride, K: tl.constexpr):
+    """Load rows o_row of a matrix of K columns; masked rows are zero."""
+    p_row = ptr + o_row.to(tl.int64)[:, None] * stride + tl.arange(0, K)[None, :]
+    return tl.load(p_row, mask=m_row[:, None], other=0.0)
+
+
+@_jit
+def _attention_anchor_rows(seg_ptr, old_ptr, o_a, o_j, m_a, row_shift, old_rows, stride, K: tl.constexpr):
+    """Load anchors o_a, at index o_j: from the segment where o_j >= 0, else from the carried anchors."""
+    is_old = o_j < 0
+    b_seg = _attention_rows(seg_ptr, o_j + row_shift, m_a & (o_j >= 0), stride, K)
+    b_old = _attention_rows(old_ptr, o_a, m_a & is_old & (o_a < old_rows), stride, K)
+    return tl.where(is_old[:, None], b_old, b_seg)
+
+
+@_jit
+def _attention_online(b_s, visible, b_v, acc, m, z, PRECISION: tl.constexpr):
+    """One step of the running softmax, base 2: a row that sees nothing here keeps its (acc, m, z) bit for bit."""
+    b_s = tl.where(visible, b_s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(b_s, 1))
+    # a row that has seen nothing yet: any finite maximum will do
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = tl.exp2(b_s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    z = z * alpha + tl.sum(b_p, 1)
+    acc = acc * alpha[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
+    return acc, m_new, z
+
+
+@_jit
+def _attention_near_mask(o_q, o_r, b_first, window, anchors, READ: tl.constexpr):
+    """Pairs inside the window; READ 1 keeps those that read quantised rows, 2 the others, 0 all. Broadcasts.
+
+    Rows count from the first carried key, so that queries o_q and keys o_r are never negative: the same comparisons on
+    indices, negative for carried keys, were wrong on sm_90 with triton 3.6.0, pipelined or not (measured).
+    """
+    visible = (o_r >= tl.maximum(b_first, 0)) & (o_r <= o_q) & (o_q - o_r < window)
+    if READ > 0:
+        quantised = ((o_q - b_first) // 64 - (o_r - b_first) // 64 >= 2) & (o_r - b_first >= anchors)
+        if READ == 1:
+            visible = visible & quantised
+        else:
+            visible = visible & (quantised == 0)
+    return visible
+
+
+@_jit
+def _attention_near(
+    b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, lo, hi, rows, window, anchors, scale2, stride,
+    K: tl.constexpr, BN: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Running softmax over the window keys of rows [lo, hi), hi rounded up to whole tiles."""
+    for r0 in range(lo, hi, BN):
+        o_r = r0 + tl.arange(0, BN)
+        b_k = _attention_rows(k_ptr, o_r, o_r < rows, stride, K)
+        b_v = _attention_rows(v_ptr, o_r, o_r < rows, stride, K)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+        visible = _attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, READ)
+        acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+    return acc, m, z
+
+
+@_jit_dynamic("T", "P", "old_rows", "window", "anchors")
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, q_far_ptr, k_far_ptr, anchor_k_ptr, anchor_v_ptr, k_quant_ptr, v_quant_ptr, ds_ptr,
+    y_ptr, lse_ptr, T, P, old_rows, window, anchors, scale2,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr, QUANT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """y_i = sum_j softmax_j(s_ij) v_j over the keys that query i sees; lse_i = log2 sum_j 2^(s_ij).
+
+    s_ij = scale log2(e) q_i.k_j inside the window and scale log2(e) q_far_i.k_far_j for an anchor beyond it.
+    """
+    i_m = tl.program_id(0)
+    i_b = (tl.program_id(1) // H).to(tl.int64)
+    i_h = tl.program_id(1) % H
+    i_g = i_h // (H // G)
+    m0 = i_m * BM
+    # rows past the end repeat the last query, so that every row sees a key; they are not stored
+    o_m = m0 + tl.arange(0, BM)
+    m_m = o_m < T
+    o_i = tl.minimum(o_m, T - 1)
+    b_ds = tl.load(ds_ptr + i_b * T + o_i)
+    d_lo = tl.load(ds_ptr + i_b * T + m0)
+    q_base = i_b * T * H * K + i_h * K
+    kv_base = i_b * (P + T) * G * K + i_g * K
+    b_q = _attention_rows(q_ptr + q_base, o_i, o_i >= 0, H * K, K)
+    acc = tl.zeros((BM, K), tl.float32)
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    z = tl.zeros((BM,), tl.float32)
+    # rows of the window keys, counted from the first carried one; a document's first row is negative if not carried
+    o_q = o_i + P
+    b_first = b_ds + P
+    lo = tl.maximum(tl.maximum(d_lo, m0 - window + 1) + P, 0)
+    hi = tl.minimum(m0 + BM, T) + P
+    if QUANT:
+        # start of the page before the query's: the first row of full precision
+        b_edge = b_first + tl.maximum((o_i - b_ds) // 64 - 1, 0) * 64
+        full_lo = lo + tl.maximum(tl.min(b_edge, 0) - lo, 0) // BN * BN
+        anchor_hi = tl.minimum(full_lo, tl.max(b_first, 0) + anchors)
+        acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, lo, anchor_hi,
+                                    P + T, window, anchors, scale2, G * K, K, BN, 2, PRECISION)
+        acc, m, z = _attention_near(b_q, o_q, b_first, k_quant_ptr + kv_base, v_quant_ptr + kv_base, acc, m, z, lo,
+                                    tl.max(b_edge, 0), P + T, window, anchors, scale2, G * K, K, BN, 1, PRECISION)
+        acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, full_lo, hi,
+                                    P + T, window, anchors, scale2, G * K, K, BN, 2, PRECISION)
+    else:
+        acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, lo, hi,
+                                    P + T, window, anchors, scale2, G * K, K, BN, 0, PRECISION)
+    if FAR:
+        none = -2147483647
+        b_fd = tl.where(o_i - b_ds >= window, b_ds, none)
+        d = tl.max(b_fd, 0)
+        b_qf = _attention_rows(q_far_ptr + q_base, o_i, o_i >= 0, H * K, K)
+        old_base = i_b * old_rows * G * K + i_g * K
+        far_base = i_b * T * G * K + i_g * K
+        # the distinct documents of the tile that have far anchors, last first; usually one
+        while d > none:
+            for a0 in range(0, anchors, BA):
+                o_a = a0 + tl.arange(0, BA)
+                o_j = d + o_a
+                m_a = (o_a < anchors) & (o_j < T) & ((o_j >= 0) | (o_a < old_rows))
+                b_k = _attention_anchor_rows(k_far_ptr + far_base, anchor_k_ptr + old_base, o_a, o_j, m_a, 0,
+                                             old_rows, G * K, K)
+                b_v = _attention_anchor_rows(v_ptr + kv_base, anchor_v_ptr + old_base, o_a, o_j, m_a, P,
+                                             old_rows, G * K, K)
+                b_s = tl.dot(b_qf, tl.trans(b_k), input_precision=PRECISION) * scale2
+                visible = m_a[None, :] & (b_fd == d)[:, None] & (o_i[:, None] - o_j[None, :] >= window)
+                acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+            d = tl.max(tl.where(b_fd < d, b_fd, none), 0)
+    b_y = acc / z[:, None]
+    p_y = y_ptr + q_base + o_m.to(tl.int64)[:, None] * (H * K) + tl.arange(0, K)[None, :]
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_m[:, None])
+    tl.store(lse_ptr + (i_b * H + i_h) * T + o_m, m + tl.log2(z), mask=m_m)
+
+
+@_jit_dynamic("T")
+def _attention_delta_kernel(y_ptr, dy_ptr, delta_ptr, T, H: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
+    """delta_i = dy_i . y_i"""
+    i_b = (tl.program_id(1) // H).to(tl.int64)
+    i_h = tl.program_id(1) % H
+    o_m = tl.program_id(0) * BM + tl.arange(0, BM)
+    base = i_b * T * H * K + i_h * K
+    b_y = _attention_rows(y_ptr + base, o_m, o_m < T, H * K, K).to(tl.float32)
+    b_dy = _attention_rows(dy_ptr + base, o_m, o_m < T, H * K, K).to(tl.float32)
+    tl.store(delta_ptr + (i_b * H + i_h) * T + o_m, tl.sum(b_y * b_dy, 1), mask=o_m < T)
+
+
+@_jit
+def _attention_query_step(
+    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, scale, PRECISION: tl.constexpr,
+):
+    """acc += dS K with dS = P o (dy V^T - delta) scale."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+    b_p = tl.where(visible, tl.exp2(b_s - b_lse[:, None]), 0.0)
+    b_dp = tl.dot(b_dy, tl.trans(b_v), input_precision=PRECISION)
+    b_dsc = b_p * (b_dp - b_delta[:, None]) * scale
+    return acc + tl.dot(b_dsc.to(b_k.dtype), b_k, input_precision=PRECISION)
+
+
+@_jit_dynamic("T", "P", "old_rows", "window", "anchors")
+def _attention_bwd_query_kernel(
+    q_ptr, k_ptr, v_ptr, q_far_ptr, k_far_ptr, anchor_k_ptr, anchor_v_ptr, ds_ptr, dy_ptr, lse_ptr, delta_ptr,
+    dq_ptr, dq_far_ptr, T, P, old_rows, window, anchors, scale2, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """dq_i = scale sum_j p_ij (dy_i.v_j - delta_i) k_j over the window; dq_far_i the same over the far anchors."""
+    m0 = tl.program_id(0) * BM
+    i_b = (tl.program_id(1) // H).to(tl.int64)
+    i_h = tl.program_id(1) % H
+    i_g = i_h // (H // G)
+    o_m = m0 + tl.arange(0, BM)
+    m_m = o_m < T
+    o_i = tl.minimum(o_m, T - 1)
+    b_ds = tl.load(ds_ptr + i_b * T + o_i)
+    d_lo = tl.load(ds_ptr + i_b * T + m0)
+    q_base = i_b * T * H * K + i_h * K
+    kv_base = i_b * (P + T) * G * K + i_g * K
+    b_q = _attention_rows(q_ptr + q_base, o_i, o_i >= 0, H * K, K)
+    b_dy = _attention_rows(dy_ptr + q_base, o_i, o_i >= 0, H * K, K)
+    b_lse = tl.load(lse_ptr + (i_b * H + i_h) * T + o_i)
+    b_delta = tl.load(delta_ptr + (i_b * H + i_h) * T + o_i)
+    p_out = o_m.to(tl.int64)[:, None] * (H * K) + tl.arange(0, K)[None, :]
+    acc = tl.zeros((BM, K), tl.float32)
+    lo = tl.maximum(tl.maximum(d_lo, m0 - window + 1) + P, 0)
+    for r0 in range(lo, tl.minimum(m0 + BM, T) + P, BN):
+        o_r = r0 + tl.arange(0, BN)
+        b_k = _attention_rows(k_ptr + kv_base, o_r, o_r < P + T, G * K, K)
+        b_v = _attention_rows(v_ptr + kv_base, o_r, o_r < P + T, G * K, K)
+        visible = _attention_near_mask(o_i[:, None] + P, o_r[None, :], b_ds[:, None] + P, window, anchors, 0)
+        acc = _attention_query_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, scale, PRECISION)
+    tl.store(dq_ptr + q_base + p_out, acc.to(dq_ptr.dtype.element_ty), mask=m_m[:, None])
+    if FAR:
+        none = -2147483647
+        b_fd = tl.where(o_i - b_ds >= window, b_ds, none)
+        d = tl.max(b_fd, 0)
+        b_qf = _attention_rows(q_far_ptr + q_base, o_i, o_i >= 0, H * K, K)
+        old_base = i_b * old_rows * G * K + i_g * K
+        far_base = i_b * T * G * K + i_g * K
+        far = tl.zeros((BM, K), tl.float32)
+        while d > none:
+            for a0 in range(0, anchors, BA):
+                o_a = a0 + tl.arange(0, BA)
+                o_j = d + o_a
+                m_a = (o_a < anchors) & (o_j < T) & ((o_j >= 0) | (o_a < old_rows))
+                b_k = _attention_anchor_rows(k_far_ptr + far_base, anchor_k_ptr + old_base, o_a, o_j, m_a, 0,
+                                             old_rows, G * K, K)
+                b_v = _attention_anchor_rows(v_ptr + kv_base, anchor_v_ptr + old_base, o_a, o_j, m_a, P,
+                                             old_rows, G * K, K)
+                visible = m_a[None, :] & (b_fd == d)[:, None] & (o_i[:, None] - o_j[None, :] >= window)
+                far = _attention_query_step(b_qf, b_k, b_v, b_dy, b_lse, b_delta, visible, far, scale2, scale,
+                                            PRECISION)
+            d = tl.max(tl.where(b_fd < d, b_fd, none), 0)
+        tl.store(dq_far_ptr + q_base + p_out, far.to(dq_far_ptr.dtype.element_ty), mask=m_m[:, None])
+
+
+@_jit
+def _attention_key_step(
+    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, scale, PRECISION: tl.constexpr,
+):
+    """dv += P^T dy, dk += dS^T q; both products are formed transposed, so no accumulator is ever transposed."""
+    b_st = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale2
+    b_pt = tl.where(visible, tl.exp2(b_st - b_lse[None, :]), 0.0)
+    b_dv += tl.dot(b_pt.to(b_dy.dtype), b_dy, input_precision=PRECISION)
+    b_dpt = tl.dot(b_v, tl.trans(b_dy), input_precision=PRECISION)
+    b_dst = b_pt * (b_dpt - b_delta[None, :]) * scale
+    b_dk += tl.dot(b_dst.to(b_q.dtype), b_q, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@_jit_dynamic("T", "P", "window")
+def _attention_bwd_key_kernel(
+    q_ptr, k_ptr, v_ptr, ds_ptr, dy_ptr, lse_ptr, delta_ptr, end_ptr, dk_ptr, dv_ptr, T, P, window, scale2, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """dk_j, dv_j of the window pairs: the sum over the group's heads and over the queries that can see the tile."""
+    i_n = tl.program_id(0)
+    i_b = (tl.program_id(1) // G).to(tl.int64)
+    i_g = tl.program_id(1) % G
+    o_row = i_n * BN + tl.arange(0, BN)
+    m_row = o_row < P + T
+    j_lo = i_n * BN - P
+    kv_base = i_b * (P + T) * G * K + i_g * K
+    b_k = _attention_rows(k_ptr + kv_base, o_row, m_row, G * K, K)
+    b_v = _attention_rows(v_ptr + kv_base, o_row, m_row, G * K, K)
+    b_dk = tl.zeros((BN, K), tl.float32)
+    b_dv = tl.zeros((BN, K), tl.float32)
+    # the first query of a later document, and the first one beyond the window, end the loop
+    lo = tl.maximum(j_lo, 0)
+    hi = tl.minimum(tl.load(end_ptr + i_b * tl.num_programs(0) + i_n), j_lo + BN - 1 + window)
+    for i_r in range(H // G):
+        i_h = i_g * (H // G) + i_r
+        q_base = i_b * T * H * K + i_h * K
+        for i0 in range(lo, hi, BM):
+            o_i = i0 + tl.arange(0, BM)
+            m_i = o_i < T
+            b_q = _attention_rows(q_ptr + q_base, o_i, m_i, H * K, K)
+            b_dy = _attention_rows(dy_ptr + q_base, o_i, m_i, H * K, K)
+            b_lse = tl.load(lse_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
+            b_delta = tl.load(delta_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
+            b_ds = tl.load(ds_ptr + i_b * T + o_i, mask=m_i, other=0)
+            visible = _attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)
+            visible = visible & m_i[None, :]
+            b_dk, b_dv = _attention_key_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, scale,
+                                             PRECISION)
+    p_out = kv_base + o_row.to(tl.int64)[:, None] * (G * K) + tl.arange(0, K)[None, :]
+    tl.store(dk_ptr + p_out, b_dk.to(dk_ptr.dtype.element_ty), mask=m_row[:, None])
+    tl.store(dv_ptr + p_out, b_dv.to(dv_ptr.dtype.element_ty), mask=m_row[:, None])
+
+
+@_jit_dynamic("T", "P", "old_rows", "window", "anchors", "chunk")
+def _attention_bwd_far_kernel(
+    v_ptr, q_far_ptr, k_far_ptr, anchor_k_ptr, anchor_v_ptr, ds_ptr, dy_ptr, lse_ptr, delta_ptr, item_ptr,
+    dk_part_ptr, dv_part_ptr, T, P, old_rows, window, anchors, chunk, scale2, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Partial dk_far, dv of one document's anchors over one item: the document's far queries within a chunk."""
+    i_w = tl.program_id(0)
+    n_items = tl.num_programs(0)
+    i_b = (tl.program_id(1) // G).to(tl.int64)
+    i_g = tl.program_id(1) % G
+    lo = tl.load(item_ptr + i_b * (n_items + 1) + i_w)
+    if lo < T:
+        hi = tl.minimum(tl.load(item_ptr + i_b * (n_items + 1) + i_w + 1), (lo // chunk + 1) * chunk)
+        d = tl.load(ds_ptr + i_b * T + lo)
+        o_a = tl.program_id(2) * BA + tl.arange(0, BA)
+        o_j = d + o_a
+        m_a = (o_a < anchors) & (o_j < T) & ((o_j >= 0) | (o_a < old_rows))
+        old_base = i_b * old_rows * G * K + i_g * K
+        b_k = _attention_anchor_rows(k_far_ptr + i_b * T * G * K + i_g * K, anchor_k_ptr + old_base, o_a, o_j, m_a, 0,
+                                     old_rows, G * K, K)
+        b_v = _attention_anchor_rows(v_ptr + i_b * (P + T) * G * K + i_g * K, anchor_v_ptr + old_base, o_a, o_j, m_a,
+                                     P, old_rows, G * K, K)
+        b_dk = tl.zeros((BA, K), tl.float32)
+        b_dv = tl.zeros((BA, K), tl.float32)
+        for i_r in range(H // G):
+            i_h = i_g * (H // G) + i_r
+            q_base = i_b * T * H * K + i_h * K
+            for i0 in range(lo, hi, BM):
+                o_i = i0 + tl.arange(0, BM)
+                m_i = o_i < hi
+                b_q = _attention_rows(q_far_ptr + q_base, o_i, m_i, H * K, K)
+                b_dy = _attention_rows(dy_ptr + q_base, o_i, m_i, H * K, K)
+                b_lse = tl.load(lse_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
+                b_delta = tl.load(delta_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
+                b_ds = tl.load(ds_ptr + i_b * T + o_i, mask=m_i, other=0)
+                visible = m_a[:, None] & (m_i & (b_ds == d))[None, :] & (o_i[None, :] - o_j[:, None] >= window)
+                b_dk, b_dv = _attention_key_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2,
+                                                 scale, PRECISION)
+        rows = tl.num_programs(2) * BA
+        p_part = ((i_b * G + i_g) * n_items + i_w) * rows * K + o_a[:, None] * K + tl.arange(0, K)[None, :]
+        tl.store(dk_part_ptr + p_part, b_dk)
+        tl.store(dv_part_ptr + p_part, b_dv)
+
+
+@_jit_dynamic("T", "P", "old_rows", "anchors", "n_items")
+def _attention_far_sum_kernel(
+    dk_part_ptr, dv_part_ptr, ds_ptr, slot_ptr, slot_item_ptr, dv_ptr, dk_far_ptr, danchor_k_ptr, danchor_v_ptr,
+    T, P, old_rows, anchors, n_items, G: tl.constexpr, K: tl.constexpr, BA: tl.constexpr,
+):
+    """Add one document's partial sums in item order; dv's rows already hold the window part."""
+    i_u = tl.program_id(0)
+    n_slots = tl.num_programs(0)
+    i_b = (tl.program_id(1) // G).to(tl.int64)
+    i_g = tl.program_id(1) % G
+    first = tl.load(slot_ptr + i_b * n_slots + i_u)
+    if first < T:
+        d = tl.load(ds_ptr + i_b * T + first)
+        o_a = tl.program_id(2) * BA + tl.arange(0, BA)
+        o_j = d + o_a
+        o_k = tl.arange(0, K)
+        rows = tl.num_programs(2) * BA
+        b_dk = tl.zeros((BA, K), tl.float32)
+        b_dv = tl.zeros((BA, K), tl.float32)
+        item_lo = tl.load(slot_item_ptr + i_b * (n_slots + 1) + i_u)
+        item_hi = tl.load(slot_item_ptr + i_b * (n_slots + 1) + i_u + 1)
+        for i_w in range(item_lo, item_hi):
+            p_part = ((i_b * G + i_g) * n_items + i_w) * rows * K + o_a[:, None] * K + o_k[None, :]
+            b_dk += tl.load(dk_part_ptr + p_part)
+            b_dv += tl.load(dv_part_ptr + p_part)
+        m_seg = ((o_a < anchors) & (o_j >= 0) & (o_j < T))[:, None]
+        m_old = ((o_a < anchors) & (o_j < 0) & (o_a < old_rows))[:, None]
+        head = i_g * K + o_k[None, :]
+        p_far = dk_far_ptr + (i_b * T + o_j.to(tl.int64))[:, None] * (G * K) + head
+        p_v = dv_ptr + (i_b * (P + T) + P + o_j.to(tl.int64))[:, None] * (G * K) + head
+        p_old = (i_b * old_rows + o_a.to(tl.int64))[:, None] * (G * K) + head
+        tl.store(p_far, b_dk.to(dk_far_ptr.dtype.element_ty), mask=m_seg)
+        b_near = tl.load(p_v, mask=m_seg, other=0.0).to(tl.float32)
+        tl.store(p_v, (b_near + b_dv).to(dv_ptr.dtype.element_ty), mask=m_seg)
+        tl.store(danchor_k_ptr + p_old, b_dk.to(danchor_k_ptr.dtype.element_ty), mask=m_old)
+        tl.store(danchor_v_ptr + p_old, b_dv.to(danchor_v_ptr.dtype.element_ty), mask=m_old)
+
+
+def _attention_tiles(name: str, x: Tensor, anchors: int) -> SimpleNamespace:
+    """Fixed tiles per kernel and type: query rows BM, key rows BN, anchors BA, and the launch options."""
+    half = x.dtype != torch.float32
+    BM, BN, warps, stages = {
+        # bf16, K = 128, sm_90, Triton 3.6: 242, 255, 255, 255 registers and 0, 184, 48, 128 bytes of stack a thread
+        ("fwd", True): (128, 64, 8, 2),
+        ("query", True): (64, 64, 4, 2),
+        ("key", True): (64, 64, 8, 2),
+        ("far", True): (64, 64, 8, 2),
+        # float32: exact products hold whole operand rows in registers, so the tiles are small (stack 24 to 80 bytes)
+        ("fwd", False): (32, 32, 8, 1),
+        ("query", False): (32, 32, 8, 1),
+        ("key", False): (32, 32, 8, 1),
+        ("far", False): (32, 32, 8, 1),
+    }[name, half]
+    BA = min(max(16, 1 << (anchors - 1).bit_length()), 64 if half else 32)
+    precision = "tf32" if half else "ieee"
+    return SimpleNamespace(BM=BM, BN=BN, BA=BA, precision=precision, num_warps=warps, num_stages=stages)
+
+
+def _attention_fwd(q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant, window, anchors, scale):
+    B, T, H, K = q.shape
+    G, P = k.shape[2], k.shape[1] - T
+    tiles = _attention_tiles("fwd", q, anchors)
+    y = torch.empty_like(q)
+    lse = q.new_empty((B, H, T), dtype=torch.float32)
+    far = anchors > 0 and q_far is not None
+    _attention_fwd_kernel[(triton.cdiv(T, tiles.BM), B * H)](
+        q, k, v, q_far if far else q, k_far if far else k, *_attention_carried(anchor_k, anchor_v, k),
+        k if k_quant is None else k_quant, v if v_quant is None else v_quant, doc_start, y, lse,
+        T, P, 0 if anchor_k is None else anchor_k.shape[1], window, anchors, scale * _ATTENTION_LOG2E,
+        H=H, G=G, K=K, FAR=far, QUANT=k_quant is not None,
+        BM=tiles.BM, BN=tiles.BN, BA=tiles.BA, PRECISION=tiles.precision,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    return y, lse
+
+
+def _attention_carried(anchor_k, anchor_v, k):
+    """The carried anchors, or a stand-in pointer that no program reads."""
+    return (k, k) if anchor_k is None else (anchor_k, anchor_v)
+
+
+def _attention_bwd_query(q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, dy, lse, delta, window, anchors, scale):
+    B, T, H, K = q.shape
+    G, P = k.shape[2], k.shape[1] - T
+    tiles = _attention_tiles("query", q, anchors)
+    far = anchors > 0 and q_far is not None
+    dq = torch.empty_like(q)
+    dq_far = torch.empty_like(q) if far else dq
+    _attention_bwd_query_kernel[(triton.cdiv(T, tiles.BM), B * H)](
+        q, k, v, q_far if far else q, k_far if far else k, *_attention_carried(anchor_k, anchor_v, k),
+        doc_start, dy, lse, delta, dq, dq_far,
+        T, P, 0 if anchor_k is None else anchor_k.shape[1], window, anchors, scale * _ATTENTION_LOG2E, scale,
+        H=H, G=G, K=K, FAR=far, BM=tiles.BM, BN=tiles.BN, BA=tiles.BA, PRECISION=tiles.precision,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    return dq, dq_far if far else None
+
+
+def _attention_bwd_key(q, k, v, doc_start, dy, lse, delta, window, scale):
+    B, T, H, K = q.shape
+    G, P = k.shape[2], k.shape[1] - T
+    tiles = _attention_tiles("key", q, 0)
+    n_tiles = triton.cdiv(P + T, tiles.BN)
+    # (B, n_tiles): how many queries belong to documents that start at or before the tile's last key
+    last = torch.arange(1, n_tiles + 1, device=q.device, dtype=torch.int32) * tiles.BN - P - 1
+    end = torch.searchsorted(doc_start, last.expand(B, -1).contiguous(), right=True, out_int32=True)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    _attention_bwd_key_kernel[(n_tiles, B * G)](
+        q, k, v, doc_start, dy, lse, delta, end, dk, dv, T, P, window, scale * _ATTENTION_LOG2E, scale,
+        H=H, G=G, K=K, BM=tiles.BM, BN=tiles.BN, PRECISION=tiles.precision,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    return dk, dv
+
+
+def _attention_far_items(doc_start: Tensor, window: int, chunk: int):
+    """Cut the far queries into items: one document's far queries within one chunk of the row, in order.
+
+    Returns, as int32: the first query of each item (B, items + 1), the first far query of each document that has
+    one (B, slots), and the first item of each (B, slots + 1). Entries that do not exist hold T. No host sync.
+    """
+    B, T = doc_start.shape
+    # a document that starts in the row needs window + 1 tokens to have a far query; one more began earlier
+    n_slots = T // (window + 1) + 1
+    n_items = n_slots + -(-T // chunk)
+    index = torch.arange(T, device=doc_start.device, dtype=torch.int32)
+    is_first = index == (doc_start + window).clamp(min=0)
+    is_item = is_first | ((index - doc_start >= window) & (index % chunk == 0))
+    item_count = is_item.cumsum(1, dtype=torch.int32)
+    slot_count = is_first.cumsum(1, dtype=torch.int32)
+    wanted = torch.arange(1, n_items + 2, device=doc_start.device, dtype=torch.int32).expand(B, -1)
+    items = torch.searchsorted(item_count, wanted.contiguous(), out_int32=True)
+    slots = torch.searchsorted(slot_count, wanted[:, : n_slots + 1].contiguous(), out_int32=True)
+    before = item_count.gather(1, slots.clamp(max=T - 1).long()) - 1
+    slot_items = torch.where(slots < T, before, item_count[:, -1:])
+    return items, slots[:, :n_slots].contiguous(), slot_items.contiguous()
+
+
+def _attention_bwd_far(
+    v, q_far, k_far, anchor_k, anchor_v, doc_start, dy, lse, delta, dv, window, anchors, scale,
+):
+    B, T, H, K = q_far.shape
+    G, P = v.shape[2], v.shape[1] - T
+    tiles = _attention_tiles("far", q_far, anchors)
+    chunk = max(_ATTENTION_FAR_CHUNK, -(-T // (_ATTENTION_FAR_CHUNKS * tiles.BM)) * tiles.BM)
+    items, slots, slot_items = _attention_far_items(doc_start, window, chunk)
+    n_items, n_slots, n_anchor_tiles = items.shape[1] - 1, slots.shape[1], triton.cdiv(anchors, tiles.BA)
+    old_rows = 0 if anchor_k is None else anchor_k.shape[1]
+    parts = v.new_empty((2, B, G, n_items, n_anchor_tiles * tiles.BA, K), dtype=torch.float32)
+    dk_far = torch.zeros_like(k_far)
+    danchor_k = danchor_v = None
+    if anchor_k is not None:
+        danchor_k, danchor_v = torch.zeros_like(anchor_k), torch.zeros_like(anchor_v)
+    _attention_bwd_far_kernel[(n_items, B * G, n_anchor_tiles)](
+        v, q_far, k_far, *_attention_carried(anchor_k, anchor_v, v), doc_start, dy, lse, delta, items,
+        parts[0], parts[1], T, P, old_rows, window, anchors, chunk, scale * _ATTENTION_LOG2E, scale,
+        H=H, G=G, K=K, BM=tiles.BM, BA=tiles.BA, PRECISION=tiles.precision,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    _attention_far_sum_kernel[(n_slots, B * G, n_anchor_tiles)](
+        parts[0], parts[1], doc_start, slots, slot_items, dv, dk_far, *_attention_carried(danchor_k, danchor_v, dk_far),
+        T, P, old_rows, anchors, n_items, G=G, K=K, BA=tiles.BA, num_warps=8,
+    )
+    return dk_far, danchor_k, danchor_v
+
+
+class _WindowedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant, window, anchors, scale):
+        y, lse = _attention_fwd(
+            q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant, window, anchors, scale)
+        ctx.save_for_backward(q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, y, lse)
+        ctx.rule = (window, anchors, scale)
+        ctx.quantised = k_quant is not None
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.quantised:
+            raise RuntimeError("windowed_attention has no gradient when k_quant is given")
+        q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, y, lse = ctx.saved_tensors
+        window, anchors, scale = ctx.rule
+        B, T, H, K = q.shape
+        dy = dy.contiguous()
+        delta = torch.empty_like(lse)
+        _attention_delta_kernel[(triton.cdiv(T, 64), B * H)](y, dy, delta, T, H=H, K=K, BM=64, num_warps=4)
+        need_q, need_k, need_v, need_qf, need_kf, need_ak, need_av = ctx.needs_input_grad[:7]
+        dq = dq_far = dk = dv = dk_far = danchor_k = danchor_v = None
+        if need_q or need_qf:
+            dq, dq_far = _attention_bwd_query(
+                q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, dy, lse, delta, window, anchors, scale)
+        need_far = need_v or need_kf or need_ak or need_av
+        if need_k or need_far:
+            dk, dv = _attention_bwd_key(q, k, v, doc_start, dy, lse, delta, window, scale)
+        if need_far and anchors > 0 and q_far is not None:
+            dk_far, danchor_k, danchor_v = _attention_bwd_far(
+                v, q_far, k_far, anchor_k, anchor_v, doc_start, dy, lse, delta, dv, window, anchors, scale)
+        elif q_far is not None:
+            dq_far, dk_far = torch.zeros_like(q_far), torch.zeros_like(k_far)
+        return dq, dk, dv, dq_far, dk_far, danchor_k, danchor_v, None, None, None, None, None, None
+
+
+def _windowed_attention_torch(
+    q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant, window, anchors, scale,
+):
+    """Dense masked form in blocks of 256 queries by their window and anchors: float32 or float64 softmax."""
+    dtype = q.dtype
+    T = q.shape[1]
+    wide = [None if x is None else x if x.dtype == torch.float64 else x.float()
+            for x in (q, k, v, q_far, k_far, anchor_k, anchor_v, k_quant, v_quant)]
+    blocks = []
+    for m0 in range(0, T, 256):
+        blocks.append(_attention_block_torch(m0, min(m0 + 256, T), *wide, doc_start, window, anchors, scale))
+    return torch.cat(blocks, 1).to(dtype)
+
+
+def _attention_block_torch(
+    m0, m1, q, k, v, q_far, k_far, anchor_k, anchor_v, k_quant, v_quant, doc_start, window, anchors, scale,
+):
+    """Queries [m0, m1): softmax over [window keys | far anchors], with masks from the law. -> (B, m1 - m0, H, K)"""
+    T, H = q.shape[1:3]
+    G, P = k.shape[2], k.shape[1] - T
+    index = torch.arange(m0, m1, device=q.device)
+    ds = doc_start[:, m0:m1].long()                                        # (B, M)
+    lo = max(m0 - window + 1, int(ds.min()), -P)
+    j = torch.arange(lo, m1, device=q.device)
+    i = index[:, None]
+    near = (j >= ds[..., None]) & (j <= i) & (i - j < window)              # (B, M, N)
+    b_q = q[:, m0:m1].unflatten(2, (G, H // G))                            # (B, M, G, R, K)
+    rows = slice(lo + P, m1 + P)
+    scores = torch.einsum("bmgrk,bngk->bgrmn", b_q, k[:, rows])
+    if k_quant is not None:
+        pos_i, pos_j = i - ds[..., None], j - ds[..., None]
+        old = (pos_i // _ATTENTION_PAGE - pos_j // _ATTENTION_PAGE >= 2) & (pos_j >= anchors)
+        old = old[:, None, None]
+        scores = torch.where(old, torch.einsum("bmgrk,bngk->bgrmn", b_q, k_quant[:, rows]), scores)
+    mask, far_v = near, None
+    if anchors > 0 and q_far is not None and bool((index - ds >= window).any()):
+        far_k, far_v, far = _attention_far_torch(index, ds, k_far, v, anchor_k, anchor_v, doc_start, window, anchors, P)
+        b_qf = q_far[:, m0:m1].unflatten(2, (G, H // G))
+        scores = torch.cat([scores, torch.einsum("bmgrk,bngk->bgrmn", b_qf, far_k)], -1)
+        mask = torch.cat([near, far], -1)
+    weight = (scores * scale).masked_fill(~mask[:, None, None], float("-inf")).softmax(-1)
+    w_near = weight[..., : len(j)]
+    if k_quant is None:
+        y = torch.einsum("bgrmn,bngk->bmgrk", w_near, v[:, rows])
+    else:
+        y = torch.einsum("bgrmn,bngk->bmgrk", w_near.masked_fill(old, 0.0), v[:, rows])
+        y = y + torch.einsum("bgrmn,bngk->bmgrk", w_near.masked_fill(~old, 0.0), v_quant[:, rows])
+    if far_v is not None:
+        y = y + torch.einsum("bgrmn,bngk->bmgrk", weight[..., len(j):], far_v)
+    return y.flatten(2, 3)
+
+
+def _attention_far_torch(index, ds, k_far, v, anchor_k, anchor_v, doc_start, window, anchors, P):
+    """Anchors of the documents in a block that have far queries: keys, values (B, D * A, G, K), mask (B, M, D * A)."""
+    T = doc_start.shape[1]
+    starts = ds[index - ds >= window].unique()                             # (D,)
+    a = torch.arange(anchors, device=ds.device).repeat(len(starts))
+    d = starts.repeat_interleave(anchors)                                  # (D * A,)
+    j = d + a
+    seg = j.clamp(0, T - 1)
+    far_k, far_v = k_far[:, seg], v[:, P + seg]
+    have = (j >= 0) & (j < T)
+    if anchor_k is not None and anchor_k.shape[1] > 0:
+        old_rows = anchor_k.shape[1]
+        old = a.clamp(max=old_rows - 1)
+        is_old = (j < 0)[:, None, None]
+        far_k = torch.where(is_old, anchor_k[:, old], far_k)
+        far_v = torch.where(is_old, anchor_v[:, old], far_v)
+        have = have | ((j < 0) & (a < old_rows))
+    far = have & (ds[..., None] == d) & (index[:, None] - j >= window)     # (B, M, D * A)
+    # a NaN behind a masked pair would still spoil 0 * NaN
+    dead = ~far.any(1)[..., None, None]
+    return far_k.masked_fill(dead, 0.0), far_v.masked_fill(dead, 0.0), far
+
+
+def _check_attention(q, k, v, q_far, k_far, window, anchors, doc_start, anchor_k, anchor_v, k_quant, v_quant):
+    _require(q.ndim == 4, f"q must be (B, T, H, K), got {tuple(q.shape)}")
+    B, T, H, K = q.shape
+    _require(K in (32, 64, 128), f"the key dimension must be 32, 64 or 128, got {K}")
+    _require(T >= 1, f"q must hold at least one token, got {tuple(q.shape)}")
+    rows_ok = k.ndim == 4 and k.shape[0] == B and k.shape[1] >= T and k.shape[3] == K and H % k.shape[2] == 0
+    _require(rows_ok, f"k must be (B, P + T, G, K) with H a multiple of G, got {tuple(k.shape)} for q {tuple(q.shape)}")
+    _require(v.shape == k.shape, f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    _require((q_far is None) == (k_far is None), "q_far and k_far must be given together")
+    G, P = k.shape[2], k.shape[1] - T
+    if q_far is not None:
+        _require(q_far.shape == q.shape, f"q_far must have q's shape {tuple(q.shape)}, got {tuple(q_far.shape)}")
+        _require(k_far.shape == (B, T, G, K), f"k_far must be {(B, T, G, K)}, got {tuple(k_far.shape)}")
+    _require(window >= 1, f"window must be at least 1, got {window}")
+    _require(anchors >= 0, f"anchors must not be negative, got {anchors}")
+    _require(P == 0 or doc_start is not None, f"doc_start is required with a prefix, got none for {P} prefix rows")
+    if doc_start is not None:
+        fits = doc_start.shape == (B, T) and doc_start.dtype == torch.int32
+        _require(fits, f"doc_start must be int32 {(B, T)}, got {doc_start.dtype} {tuple(doc_start.shape)}")
+    _require((anchor_k is None) == (anchor_v is None), "anchor_k and anchor_v must be given together")
+    if anchor_k is not None:
+        fits = anchor_k.ndim == 4 and anchor_k.shape[0] == B and anchor_k.shape[2:] == (G, K)
+        _require(fits, f"anchor_k must be (B, A, G, K) = ({B}, A, {G}, {K}), got {tuple(anchor_k.shape)}")
+        fits = anchor_v.shape == anchor_k.shape
+        _require(fits, f"anchor_v must be {tuple(anchor_k.shape)}, got {tuple(anchor_v.shape)}")
+    _require((k_quant is None) == (v_quant is None), "k_quant and v_quant must be given together")
+    if k_quant is not None:
+        fits = k_quant.shape == k.shape and v_quant.shape == k.shape
+        _require(fits, f"k_quant, v_quant must be {tuple(k.shape)}, got {tuple(k_quant.shape)}, {tuple(v_quant.shape)}")
+    for x in (k, v, q_far, k_far, anchor_k, anchor_v, k_quant, v_quant):
+        fits = x is None or x.dtype == q.dtype
+        _require(fits, f"every input must have q's type {q.dtype}, got {q.dtype if fits else x.dtype}")
+    _require(not (q.is_cuda and q.dtype == torch.float64), "float64 runs on the CPU only, got a CUDA tensor")
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_far: Tensor | None, k_far: Tensor | None, *, window: int, anchors: int,
+    doc_start: Tensor | None = None, anchor_k: Tensor | None = None, anchor_v: Tensor | None = None,
+    scale: float | None = None, k_quant: Tensor | None = None, v_quant: Tensor | None = None,
+) -> Tensor:
+    """Attend causally to a window of keys and to the first tokens of the document; returns (B, T, H, K).
+
+    q, q_far (B, T, H, K): rotated at its position, and at position `window`. k, v (B, P + T, G, K): P carried rows,
+    then the segment's. k_far (B, T, G, K): unrotated keys. anchor_k, anchor_v (B, A, G, K): unrotated keys and values
+    of the first tokens of the document open at the segment's start; rows at index >= 0 are not read, and None means
+    that no token before the segment is an anchor.
+    doc_start (B, T) int32, non-decreasing along a row. Key j is visible to query i iff doc_start[i] <= j <= i and
+    (i - j < window or j < doc_start[i] + anchors); beyond the window the score is q_far_i . k_far_j.
+    q_far = k_far = None: no far keys (the window covers every document). k_quant, v_quant (as k; no gradient): read
+    instead of k, v where the pages of 64, counted from the document's start, are two or more apart, anchors excepted.
+    Window and first tokens: Xiao et al., "Efficient Streaming Language Models with Attention Sinks".
+    """
+    _check_attention(q, k, v, q_far, k_far, window, anchors, doc_start, anchor_k, anchor_v, k_quant, v_quant)
+    B, T, _, K = q.shape
+    scale = K**-0.5 if scale is None else float(scale)
+    window = min(window, _ATTENTION_WIDEST)
+    if doc_start is None:
+        doc_start = torch.zeros((B, T), dtype=torch.int32, device=q.device)
+    if not _uses_kernel(q):
+        return _windowed_attention_torch(
+            q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant, window, anchors, scale)
+    tensors = (q, k, v, q_far, k_far, anchor_k, anchor_v, doc_start, k_quant, v_quant)
+    tensors = (None if x is None else x.contiguous() for x in tensors)
+    return _WindowedAttention.apply(*tensors, window, anchors, scale)
+
+
+# ---------------------------------------------------------------------------
+# Rotary embedding
+
+
+@_jit_dynamic("rows", "T", "batch_stride")
+def _rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, y_ptr, rows, T, batch_stride, sign,
+    H: tl.constexpr, K: tl.constexpr, BR: tl.constexpr,
+):
+    """(y1, y2) = (x1 cos - s x2 sin, x2 cos + s x1 sin) for the halves of each row; s = -1 is the inverse."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_k = tl.arange(0, K // 2)
+    m_r = (o_r < rows)[:, None]
+    token = o_r // H
+    p_angle = (token // T * batch_stride + token % T * (K // 2))[:, None] + o_k[None, :]
+    p_x = o_r[:, None] * K + o_k[None, :]
+    b_cos = tl.load(cos_ptr + p_angle, mask=m_r, other=0.0)
+    b_sin = tl.load(sin_ptr + p_angle, mask=m_r, other=0.0) * sign
+    b_x1 = tl.load(x_ptr + p_x, mask=m_r, other=0.0).to(tl.float32)
+    b_x2 = tl.load(x_ptr + p_x + K // 2, mask=m_r, other=0.0).to(tl.float32)
+    tl.store(y_ptr + p_x, (b_x1 * b_cos - b_x2 * b_sin).to(y_ptr.dtype.element_ty), mask=m_r)
+    tl.store(y_ptr + p_x + K // 2, (b_x2 * b_cos + b_x1 * b_sin).to(y_ptr.dtype.element_ty), mask=m_r)
+
+
+def _rotary_apply(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    B, T, H, K = x.shape
+    y = torch.empty_like(x)
+    rows, BR = B * T * H, 32
+    _rotary_kernel[(triton.cdiv(rows, BR),)](
+        x, cos, sin, y, rows, T, 0 if cos.ndim == 2 else T * (K // 2), sign, H=H, K=K, BR=BR, num_warps=4)
+    return y
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotary_apply(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _rotary_apply(dy.contiguous(), *ctx.saved_tensors, -1.0), None, None
+
+
+def _rotary_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x1, x2 = x.to(wide).chunk(2, -1)
+    cos, sin = cos.to(wide)[..., None, :], sin.to(wide)[..., None, :]
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[..., i], x[..., i + K/2]) by their angles; the gradient is the inverse rotation.
+
+    x (B, T, H, K); cos, sin (T, K/2) or (B, T, K/2) float32, built in float64; float64 x also takes float64 tables.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+    """
+    _require(x.ndim == 4 and x.shape[3] % 2 == 0, f"x must be (B, T, H, K) with K even, got {tuple(x.shape)}")
+    B, T, _, K = x.shape
+    fits = cos.shape in ((T, K // 2), (B, T, K // 2)) and sin.shape == cos.shape
+    _require(fits, f"cos, sin must be {(T, K // 2)} or {(B, T, K // 2)}, got {tuple(cos.shape)}, {tuple(sin.shape)}")
+    _require(not (x.is_cuda and x.dtype == torch.float64), "float64 runs on the CPU only, got a CUDA tensor")
+    if not _uses_kernel(x):
+        return _rotary_torch(x, cos, sin)
+    fits = K & (K - 1) == 0 and cos.dtype == torch.float32 and sin.dtype == torch.float32
+    _require(fits, f"the kernel needs K a power of two and float32 tables, got K = {K}, {cos.dtype}, {sin.dtype}")
+    return _Rotary.apply(x.contiguous(), cos.contiguous(), sin.contiguous())
+
+
+# ---------------------------------------------------------------------------
+# Cache quantisation
+
+_CACHE_GROUP = 32
+# a smaller scale is subnormal in float32: its quotient would not be exact to half a step
+_CACHE_TINY = torch.finfo(torch.float32).tiny
+
+
+def hadamard_rotate(x: Tensor) -> Tensor:
+    """Multiply the last dimension (a power of two) by the normalised Walsh-Hadamard matrix; its own inverse."""
+    K = x.shape[-1]
+    _require(K & (K - 1) == 0 and K > 0, f"the last dimension must be a power of two, got {K}")
+    wide = x if x.dtype == torch.float64 else x.float()
+    half = 1
+    while half < K:
+        # butterflies of elementwise sums: a row's bits do not depend on its neighbours
+        a, b = wide.unflatten(-1, (K // (2 * half), 2, half)).unbind(-2)
+        wide = torch.stack([a + b, a - b], -2).flatten(-3)
+        half *= 2
+    return (wide * K**-0.5).to(x.dtype)
+
+
+def quantize_cache(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise rows of K values symmetrically: codes and float32 scales.
+
+    x (..., K). 8 bit: codes int8 (..., K), scale (..., 1). 4 bit: codes uint8 (..., K/2), element i in the low half
+    of byte i and element i + K/2 in the high half, offset by 8; scale (..., K/32), one per 32 values.
+    """
+    _require(bits in (4, 8), f"bits must be 4 or 8, got {bits}")
+    K = x.shape[-1]
+    _require(K % _CACHE_GROUP == 0, f"the last dimension must be a multiple of {_CACHE_GROUP}, got {K}")
+    group, top = (K, 127) if bits == 8 else (_CACHE_GROUP, 7)
+    parts = x.detach().float().unflatten(-1, (K // group, group))
+    scale = (parts.abs().amax(-1) / top).clamp(min=_CACHE_TINY)
+    codes = (parts / scale[..., None]).round().clamp(-top, top).flatten(-2)
+    if bits == 8:
+        return codes.to(torch.int8), scale
+    low, high = (codes + 8).to(torch.uint8).chunk(2, -1)
+    return low | (high << 4), scale
+
+
+def dequantize_cache(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return quantize_cache's values (..., K): code times scale in float32, rounded once to dtype."""
+    _require(bits in (4, 8), f"bits must be 4 or 8, got {bits}")
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], -1).float() - 8
+    K = codes.shape[-1]
+    parts = codes.float().unflatten(-1, (scale.shape[-1], K // scale.shape[-1]))
+    return (parts * scale[..., None]).flatten(-2).to(dtype)
+
+
+def fake_quantize_cache(x: Tensor, bits: int, *, rotated: bool) -> Tensor:
+    """Return x as a quantised page gives it back; rotated: keys of 4 bit, stored after hadamard_rotate."""
+    wide = hadamard_rotate(x.float()) if rotated else x
+    got = dequantize_cache(*quantize_cache(wide, bits), bits, torch.float32)
+    return (hadamard_rotate(got) if rotated else got).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------
+# Paged cache
+
+_PAGED_NODES = 8
+# the newest pages that are kept in full precision, in a ring: a query reads its own page and the one before, and
+# the nodes of one tree lie in at most two pages
+_PAGED_RECENT = 3 * _ATTENTION_PAGE
+# positions of one split: 33 splits by 4 key heads fill 132 multiprocessors at a window of 8,192; the full scope takes
+# longer ones, for 512 partial sums at 1,048,576 positions
+_PAGED_SPLIT = {"window": 256, "full": 2048}
+
+
+def paged_cache(
+    batch: int, kv_heads: int, key_dim: int, *, window: int, anchors: int, scope: str, bits: int,
+    max_length: int, dtype: torch.dtype, device: torch.device | str,
+) -> SimpleNamespace:
+    """Allocate one layer's cache; every tensor keeps its address for life. G = kv_heads, K = key_dim.
+
+    length (B,) int32: committed tokens. page_table (B, R) int32: position p lies in pool page
+    page_table[b, p // 64 % R]; R = ceil(window/64) + 2 (scope window) or ceil(max_length/64) (full).
+    Pool page 0 belongs to nobody: rows that must not be stored go there, as zeros.
+    key_codes, value_codes (pages, 64, G, K) in dtype (16 bit) or int8, or (pages, 64, G, K/2) uint8;
+    key_scale, value_scale (pages, 64, G, 1 or K/32) float32, None for 16 bit. Keys are rotary-rotated, and 4-bit keys
+    hadamard-rotated. recent_k, recent_v (B, 192, G, K): position p of the newest 192 at row p % 192.
+    anchor_near, anchor_k, anchor_v (B, anchors, G, K): the first tokens' rotated keys, unrotated keys, values.
+    """
+    _require(scope in _PAGED_SPLIT, f"scope must be window or full, got {scope!r}")
+    _require(bits in (4, 8, 16), f"bits must be 4, 8 or 16, got {bits}")
+    R = -(-window // _ATTENTION_PAGE) + 2 if scope == "window" else -(-max_length // _ATTENTION_PAGE)
+
+    def zeros(*shape, kind=dtype):
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    pool = (batch * R + 1, _ATTENTION_PAGE, kv_heads)
+    width, kind, groups = {16: (key_dim, dtype, 0), 8: (key_dim, torch.int8, 1),
+                           4: (key_dim // 2, torch.uint8, key_dim // _CACHE_GROUP)}[bits]
+    rows = (batch, _PAGED_RECENT, kv_heads, key_dim)
+    first = (batch, anchors, kv_heads, key_dim)
+    table = torch.arange(1, batch * R + 1, dtype=torch.int32, device=device).view(batch, R)
+    return SimpleNamespace(
+        bits=bits, length=zeros(batch, kind=torch.int32), page_table=table,
+        key_codes=zeros(*pool, width, kind=kind), value_codes=zeros(*pool, width, kind=kind),
+        key_scale=zeros(*pool, groups, kind=torch.float32) if groups else None,
+        value_scale=zeros(*pool, groups, kind=torch.float32) if groups else None,
+        recent_k=zeros(*rows), recent_v=zeros(*rows),
+        anchor_near=zeros(*first), anchor_k=zeros(*first), anchor_v=zeros(*first),
+    )
+
+
+def _paged_encode(x: Tensor, bits: int, rotated: bool) -> tuple[Tensor, Tensor | None]:
+    if bits == 16:
+        return x, None
+    return quantize_cache(hadamard_rotate(x.float()) if rotated else x, bits)
+
+
+def cache_append(cache: SimpleNamespace, k: Tensor, v: Tensor, raw_k: Tensor, *, count: Tensor | None = None) -> None:
+    """Commit tokens in place at positions length, length + 1, ...; the stored bits do not depend on the cuts.
+
+    k, v, raw_k (B, T, G, K): rotated keys, values, unrotated keys, any T >= 1. count (B,) int32: how many leading rows
+    of each sequence are committed (None: all), e.g. the accepted path of a verify step.
+    """
+    B, T = k.shape[:2]
+    want = (cache.length.shape[0], T, *cache.recent_k.shape[2:])
+    same = k.shape == want and v.shape == want and raw_k.shape == want
+    _require(same, f"k, v, raw_k must be {want}, got {tuple(k.shape)}, {tuple(v.shape)}, {tuple(raw_k.shape)}")
+    start = cache.length[:, None].long()                                   # (B, 1)
+    end = start + (T if count is None else count[:, None].long())
+    device = k.device
+    # ring of recent rows: the last position below end that is congruent to the row
+    ring = torch.arange(_PAGED_RECENT, device=device)
+    newest = end - 1 - (end - 1 - ring) % _PAGED_RECENT                    # (B, 192)
+    for store, rows in ((cache.recent_k, k), (cache.recent_v, v)):
+        _paged_overwrite(store, rows, newest - start, newest >= start)
+    first = torch.arange(cache.anchor_k.shape[1], device=device).expand(B, -1)
+    for store, rows in ((cache.anchor_near, k), (cache.anchor_k, raw_k), (cache.anchor_v, v)):
+        _paged_overwrite(store, rows, first - start, (first >= start) & (first < end))
+    # a call longer than the ring stores its last rows only
+    R = cache.page_table.shape[1]
+    skip = max(T - R * _ATTENTION_PAGE, 0) if count is None else 0
+    at = start + torch.arange(skip, T, device=device)                      # (B, T - skip)
+    slot = at // _ATTENTION_PAGE % R
+    page = cache.page_table.long().gather(1, slot)
+    kept = (at < end) & (at >= end - R * _ATTENTION_PAGE)
+    row = torch.where(kept, page * _ATTENTION_PAGE + at % _ATTENTION_PAGE, at % _ATTENTION_PAGE).flatten()
+    for codes, scale, rows, rotated in (
+        (cache.key_codes, cache.key_scale, k[:, skip:], cache.bits == 4),
+        (cache.value_codes, cache.value_scale, v[:, skip:], False),
+    ):
+        new_codes, new_scale = _paged_encode(rows, cache.bits, rotated)
+        codes.flatten(0, 1)[row] = new_codes.masked_fill(~kept[..., None, None], 0).flatten(0, 1)
+        if scale is not None:
+            scale.flatten(0, 1)[row] = new_scale.masked_fill(~kept[..., None, None], 0).flatten(0, 1)
+    cache.length.copy_(end[:, 0])
+
+
+def _paged_overwrite(store: Tensor, rows: Tensor, index: Tensor, mask: Tensor) -> None:
+    """store[b, r] = rows[b, index[b, r]] where mask[b, r]."""
+    index = index.clamp(0, rows.shape[1] - 1)[..., None, None].expand(-1, -1, *rows.shape[2:])
+    store.copy_(torch.where(mask[..., None, None], rows.gather(1, index), store))
+
+
+def _paged_decode(cache: SimpleNamespace, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows of the pool at positions at (B, N): keys (4 bit: still hadamard-rotated) and values (B, N, G, K)."""
+    R = cache.page_table.shape[1]
+    page = cache.page_table.long().gather(1, at // _ATTENTION_PAGE % R)
+    row = page * _ATTENTION_PAGE + at % _ATTENTION_PAGE
+    k, v = cache.key_codes.flatten(0, 1)[row], cache.value_codes.flatten(0, 1)[row]
+    if cache.bits == 16:
+        return k.to(dtype), v.to(dtype)
+    k_scale, v_scale = cache.key_scale.flatten(0, 1)[row], cache.value_scale.flatten(0, 1)[row]
+    return dequantize_cache(k, k_scale, cache.bits, dtype), dequantize_cache(v, v_scale, cache.bits, dtype)
+
+
+def cache_prefix(cache: SimpleNamespace, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return windowed_attention's prefix (k, v, k_quant, v_quant) of the last rows positions, each (B, rows, G, K).
+
+    Newest pages and anchors are in full precision in k, v. Rows before the sequence's start are zero.
+    """
+    at = cache.length[:, None].long() - rows + torch.arange(rows, device=cache.length.device)
+    live = (at >= 0)[..., None, None]
+    at = at.clamp(min=0)
+    dtype = cache.recent_k.dtype
+    wide_k, wide_v = _paged_decode(cache, at, torch.float32 if cache.bits != 16 else dtype)
+    k_quant = (hadamard_rotate(wide_k) if cache.bits == 4 else wide_k).to(dtype)
+    v_quant = wide_v.to(dtype)
+    recent = (at >= cache.length[:, None] - _PAGED_RECENT)[..., None, None]
+    anchors = cache.anchor_k.shape[1]
+    out = []
+    for quantised, newest, first in ((k_quant, cache.recent_k, cache.anchor_near),
+                                     (v_quant, cache.recent_v, cache.anchor_v)):
+        shape = (-1, -1, *newest.shape[2:])
+        exact = torch.where(recent, newest.gather(1, (at % _PAGED_RECENT)[..., None, None].expand(shape)), quantised)
+        if anchors > 0:
+            index = at.clamp(max=anchors - 1)[..., None, None].expand(shape)
+            exact = torch.where((at < anchors)[..., None, None], first.gather(1, index), exact)
+        out.append(exact.masked_fill(~live, 0))
+    return out[0], out[1], k_quant.masked_fill(~live, 0), v_quant.masked_fill(~live, 0)
+
+
+# ---------------------------------------------------------------------------
+# Paged attention
+
+
+@_jit
+def _paged_rows(code_ptr, scale_ptr, o_row, m_row, i_g, dtype, G: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr):
+    """Read rows of a page of head i_g, dequantised in float32 and rounded to dtype."""
+    o_k = tl.arange(0, K)[None, :]
+    head = (o_row * G + i_g)[:, None]
+    m = m_row[:, None]
+    if BITS == 16:
+        b_x = tl.load(code_ptr + head * K + o_k, mask=m, other=0.0)
+    elif BITS == 8:
+        b_x = tl.load(code_ptr + head * K + o_k, mask=m, other=0).to(tl.float32)
+        b_x = b_x * tl.load(scale_ptr + head, mask=m, other=0.0)
+    else:
+        b_c = tl.load(code_ptr + head * (K // 2) + o_k % (K // 2), mask=m, other=0).to(tl.int32)
+        b_c = (b_c >> (o_k // (K // 2) * 4)) & 15
+        b_x = (b_c - 8).to(tl.float32) * tl.load(scale_ptr + head * (K // 32) + o_k // 32, mask=m, other=0.0)
+    return b_x.to(dtype)
+
+
+@_jit_dynamic("N", "R", "window", "anchors")
+def _paged_pages_kernel(
+    q_ptr, key_ptr, key_scale_ptr, value_ptr, value_scale_ptr, table_ptr, length_ptr, position_ptr,
+    acc_ptr, m_ptr, l_ptr, N, R, window, anchors, scale2,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Partial softmax of all nodes over one split's pages, those at least two pages older than the node's own.
+
+    Such pages are committed whatever the tree, and the splits lie at fixed positions, so a node's partial sums do
+    not depend on the other nodes nor on how many tokens are in the cache.
+    """
+    GROUP: tl.constexpr = H // G
+    i_b = (tl.program_id(0) // G).to(tl.int64)
+    i_g = tl.program_id(0) % G
+    length = tl.load(length_ptr + i_b)
+    first = 0 if FULL else tl.maximum(length - window + 1, 0) // SPLIT
+    s0 = (first + tl.program_id(1)) * SPLIT
+    o_r = tl.program_id(2) * BR + tl.arange(0, BR)
+    m_r = o_r < N * GROUP
+    b_pos = tl.load(position_ptr + i_b * N + o_r // GROUP, mask=m_r, other=0)
+    newest = tl.max(b_pos, 0)
+    hi = tl.minimum(s0 + SPLIT, (newest // 64 - 1) * 64)
+    if s0 < hi:
+        oldest = tl.min(tl.where(m_r, b_pos, newest), 0)
+        lo = tl.maximum(s0, tl.maximum(oldest - window + 1, 0) // 64 * 64)
+        # (B, N, H, K): row r is head i_g * GROUP + r % GROUP of node r // GROUP
+        o_q = (o_r // GROUP) * H + i_g * GROUP + o_r % GROUP
+        b_q = _attention_rows(q_ptr + i_b * N * H * K, o_q, m_r, K, K)
+        acc = tl.zeros((BR, K), tl.float32)
+        m = tl.full((BR,), float("-inf"), tl.float32)
+        z = tl.zeros((BR,), tl.float32)
+        for p0 in range(lo, hi, BP):
+            o_p = p0 + tl.arange(0, BP)
+            page = tl.load(table_ptr + i_b * R + p0 // 64 % R).to(tl.int64)
+            o_row = page * 64 + p0 % 64 + tl.arange(0, BP)
+            m_p = o_p < length
+            b_k = _paged_rows(key_ptr, key_scale_ptr, o_row, m_p, i_g, b_q.dtype, G, K, BITS)
+            b_v = _paged_rows(value_ptr, value_scale_ptr, o_row, m_p, i_g, b_q.dtype, G, K, BITS)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+            old = (p0 // 64 <= b_pos // 64 - 2) & m_r
+            visible = old[:, None] & (m_p & (o_p >= anchors))[None, :] & (b_pos[:, None] - o_p[None, :] < window)
+            acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+        part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + o_r
+        tl.store(acc_ptr + part[:, None] * K + tl.arange(0, K)[None, :], acc)
+        tl.store(m_ptr + part, m)
+        tl.store(l_ptr + part, z)
+
+
+@_jit_dynamic("N", "anchor_rows", "window", "anchors", "n_splits")
+def _paged_node_kernel(
+    q_ptr, q_far_ptr, recent_k_ptr, recent_v_ptr, scratch_k_ptr, scratch_v_ptr, near_ptr, far_ptr, anchor_v_ptr,
+    tree_ptr, length_ptr, position_ptr, acc_ptr, m_ptr, l_ptr, y_ptr,
+    N, anchor_rows, window, anchors, n_splits, scale2,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, FULL: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    RECENT: tl.constexpr, NODES: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """One node: its own page and the one before, in full precision, then the anchors, then the splits in order.
+
+    A key's column depends on its position only; it is read from the ring when committed, else from the scratch row
+    of the node's ancestor there, so that committing a token changes no bit of a later node's sum.
+    """
+    GROUP: tl.constexpr = H // G
+    i_b = (tl.program_id(0) // G).to(tl.int64)
+    i_g = tl.program_id(0) % G
+    i_n = tl.program_id(1)
+    length = tl.load(length_ptr + i_b)
+    pos = tl.load(position_ptr + i_b * N + i_n)
+    o_h = tl.arange(0, BR)
+    m_h = o_h < GROUP
+    q_base = (i_b * N + i_n) * H * K + i_g * GROUP * K
+    b_q = _attention_rows(q_ptr + q_base, o_h, m_h, K, K)
+    o_n = tl.arange(0, NODES)
+    is_path = tl.load(tree_ptr + i_n * N + o_n, mask=o_n < N, other=0) != 0
+    b_np = tl.load(position_ptr + i_b * N + o_n, mask=o_n < N, other=-1)
+    acc = tl.zeros((BR, K), tl.float32)
+    m = tl.full((BR,), float("-inf"), tl.float32)
+    z = tl.zeros((BR,), tl.float32)
+    edge = (pos // 64 - 1) * 64
+    # counts from zero: edge is -64 in the first page
+    for c0 in range(0, 128, BP):
+        o_p = edge + c0 + tl.arange(0, BP)
+        seen = (o_p >= 0) & (o_p <= pos) & (pos - o_p < window)
+        m_ring = seen & (o_p < length)
+        hit = is_path[None, :] & (b_np[None, :] == o_p[:, None])
+        o_node = tl.sum(tl.where(hit, o_n[None, :] + 1, 0), 1) - 1
+        m_new = seen & (o_p >= length) & (o_node >= 0)
+        ring = i_b * RECENT * G * K + i_g * K
+        new = i_b * N * G * K + i_g * K
+        o_ring = tl.maximum(o_p, 0) % RECENT
+        b_k = tl.where(m_ring[:, None], _attention_rows(recent_k_ptr + ring, o_ring, m_ring, G * K, K),
+                       _attention_rows(scratch_k_ptr + new, o_node, m_new, G * K, K))
+        b_v = tl.where(m_ring[:, None], _attention_rows(recent_v_ptr + ring, o_ring, m_ring, G * K, K),
+                       _attention_rows(scratch_v_ptr + new, o_node, m_new, G * K, K))
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+        acc, m, z = _attention_online(b_s, (m_ring | m_new)[None, :], b_v, acc, m, z, PRECISION)
+    base = i_b * anchor_rows * G * K + i_g * K
+    b_qf = _attention_rows(q_far_ptr + q_base, o_h, m_h, K, K)
+    for a0 in range(0, anchors, BP):
+        o_a = a0 + tl.arange(0, BP)
+        m_far = (o_a < anchors) & (pos - o_a >= window)
+        m_near = (o_a < anchors) & (o_a < edge) & (pos - o_a < window)
+        b_k = _attention_rows(near_ptr + base, o_a, m_near, G * K, K)
+        b_v = _attention_rows(anchor_v_ptr + base, o_a, m_near | m_far, G * K, K)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+        if not FULL:
+            b_kf = _attention_rows(far_ptr + base, o_a, m_far, G * K, K)
+            b_sf = tl.dot(b_qf, tl.trans(b_kf), input_precision=PRECISION) * scale2
+            b_s = tl.where(m_far[None, :], b_sf, b_s)
+        acc, m, z = _attention_online(b_s, (m_near | m_far)[None, :], b_v, acc, m, z, PRECISION)
+    first = 0 if FULL else tl.maximum(length - window + 1, 0) // SPLIT
+    for i_t in range(0, tl.minimum(n_splits, (edge + SPLIT - 1) // SPLIT - first)):
+        part = (tl.program_id(0).to(tl.int64) * n_splits + i_t) * ROWS + i_n * GROUP + o_h
+        b_m = tl.load(m_ptr + part, mask=m_h, other=float("-inf"))
+        b_l = tl.load(l_ptr + part, mask=m_h, other=0.0)
+        b_acc = tl.load(acc_ptr + part[:, None] * K + tl.arange(0, K)[None, :], mask=m_h[:, None], other=0.0)
+        m_new = tl.maximum(m, b_m)
+        alpha = tl.exp2(m - m_new)
+        beta = tl.exp2(b_m - m_new)
+        acc = acc * alpha[:, None] + b_acc * beta[:, None]
+        z = z * alpha + b_l * beta
+        m = m_new
+    p_y = y_ptr + q_base + o_h[:, None] * K + tl.arange(0, K)[None, :]
+    tl.store(p_y, (acc / z[:, None]).to(y_ptr.dtype.element_ty), mask=m_h[:, None])
+
+
+def _paged_tiles(x: Tensor, group: int) -> SimpleNamespace:
+    """Fixed tiles: rows BR and positions BP (a divisor of 64) of the two kernels, and the launch options."""
+    rows = 1 << (max(16, _PAGED_NODES * group) - 1).bit_length()
+    node = 1 << (max(16, group) - 1).bit_length()
+    if x.dtype == torch.float32:
+        # exact products hold whole operand rows in registers: 64 by 64 tiles spill 5.9 KB a thread
+        return SimpleNamespace(BR=min(rows, 32), BP=32, num_warps=8, num_stages=1, node_BR=node, node_BP=16,
+                               node_warps=4, precision="ieee")
+    return SimpleNamespace(BR=min(rows, 64), BP=64, num_warps=4, num_stages=2, node_BR=node, node_BP=64,
+                           node_warps=4, precision="tf32")
+
+
+def _paged_attention_kernel(
+    q, q_far, q_pages, cache, scratch_k, scratch_v, tree, positions, window, anchors, scope, scale,
+):
+    B, N, H, K = q.shape
+    G, R = scratch_k.shape[2], cache.page_table.shape[1]
+    split = _PAGED_SPLIT[scope]
+    n_splits = triton.cdiv(window, split) + 1 if scope == "window" else triton.cdiv(R * _ATTENTION_PAGE, split)
+    # eight nodes of the group's heads, whatever N; tl.dot needs 16
+    ROWS = triton.next_power_of_2(max(16, _PAGED_NODES * (H // G)))
+    tiles = _paged_tiles(q, H // G)
+    acc = q.new_empty((B * G, n_splits, ROWS, K), dtype=torch.float32)
+    m, z = (q.new_empty((B * G, n_splits, ROWS), dtype=torch.float32) for _ in range(2))
+    y = torch.empty_like(q)
+    scales = (cache.key_scale, cache.value_scale) if cache.bits != 16 else (acc, acc)
+    _paged_pages_kernel[(B * G, n_splits, triton.cdiv(ROWS, tiles.BR))](
+        q_pages, cache.key_codes, scales[0], cache.value_codes, scales[1], cache.page_table, cache.length, positions,
+        acc, m, z, N, R, window, anchors, scale * _ATTENTION_LOG2E,
+        H=H, G=G, K=K, BITS=cache.bits, FULL=scope == "full", SPLIT=split, ROWS=ROWS, BR=tiles.BR, BP=tiles.BP,
+        PRECISION=tiles.precision, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )
+    _paged_node_kernel[(B * G, N)](
+        q, q_far, cache.recent_k, cache.recent_v, scratch_k, scratch_v, cache.anchor_near, cache.anchor_k,
+        cache.anchor_v, tree, cache.length, positions, acc, m, z, y,
+        N, cache.anchor_k.shape[1], window, anchors, n_splits, scale * _ATTENTION_LOG2E,
+        H=H, G=G, K=K, FULL=scope == "full", SPLIT=split, ROWS=ROWS, RECENT=_PAGED_RECENT, NODES=_PAGED_NODES,
+        BR=tiles.node_BR, BP=tiles.node_BP, PRECISION=tiles.precision, num_warps=tiles.node_warps, num_stages=1,
+    )
+    return y
+
+
+def _paged_softmax_torch(scores: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Partial softmax: scores (B, 8, G, R, C), mask (B, 8, C), v (B, 8 or 1, C, G, K) -> acc, maximum, sum."""
+    scores = scores.masked_fill(~mask[:, :, None, None], float("-inf"))
+    m = scores.amax(-1)
+    p = (scores - m.masked_fill(m == float("-inf"), 0.0)[..., None]).exp()
+    return _paged_product_torch(p, v.permute(0, 1, 3, 2, 4)), m, p.sum(-1)
+
+
+def _paged_product_torch(a: Tensor, b: Tensor) -> Tensor:
+    """(B, 8, G, R, X) @ (B, 8 or 1, G, X, Y): one product of fixed shape per node, so no node sees another."""
+    b = b.expand(*a.shape[:3], *b.shape[3:]).contiguous()
+    return torch.stack([torch.matmul(a[i], b[i]) for i in range(a.shape[0])])
+
+
+def _paged_attention_torch(
+    q, q_far, q_pages, cache, scratch_k, scratch_v, tree, positions, window, anchors, scope, scale,
+):
+    """The kernels' sums in PyTorch: eight padded nodes, the same sets of keys, the same order of partial sums."""
+    N, H = q.shape[1:3]
+    G, dtype = scratch_k.shape[2], q.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    pad = _PAGED_NODES - N
+    q, q_far, q_pages = (
+        F.pad(x.to(wide), (0, 0, 0, 0, 0, pad)).unflatten(2, (G, H // G)) * scale for x in (q, q_far, q_pages))
+    scratch_k, scratch_v = (F.pad(x.to(wide), (0, 0, 0, 0, 0, pad)) for x in (scratch_k, scratch_v))
+    tree = F.pad(tree != 0, (0, pad, 0, pad))
+    position = F.pad(positions.long(), (0, pad), value=-1)                 # (B, 8)
+    length = cache.length.long()[:, None]
+    edge = (position.div(_ATTENTION_PAGE, rounding_mode="floor") - 1) * _ATTENTION_PAGE
+    acc, m, z = _paged_own_torch(
+        q, q_far, cache, scratch_k, scratch_v, tree, position, edge, window, anchors, scope)
+    split = _PAGED_SPLIT[scope]
+    first = torch.zeros_like(length) if scope == "full" else (length - window + 1).clamp(min=0) // split
+    for t in range(max(0, int((-(-edge // split) - first).max()))):
+        at = (first + t) * split + torch.arange(split, device=q.device)    # (B, split)
+        k, v = _paged_decode(cache, at, wide)
+        dead = (at >= length)[..., None, None]
+        k, v = k.masked_fill(dead, 0.0)[:, None], v.masked_fill(dead, 0.0)[:, None]
+        mask = (at[:, None] < edge[..., None]) & (at[:, None] >= anchors) & (position[..., None] - at[:, None] < window)
+        scores = _paged_product_torch(q_pages, k.permute(0, 1, 3, 4, 2))
+        b_acc, b_m, b_l = _paged_softmax_torch(scores, mask, v)
+        m_new = torch.maximum(m, b_m)
+        alpha, beta = (m - m_new).exp(), (b_m - m_new).exp()
+        acc = acc * alpha[..., None] + b_acc * beta[..., None]
+        z, m = z * alpha + b_l * beta, m_new
+    return (acc / z[..., None])[:, :N].flatten(2, 3).to(dtype)
+
+
+def _paged_own_torch(q, q_far, cache, scratch_k, scratch_v, tree, position, edge, window, anchors, scope):
+    """Each node's own page, the page before, and the anchors, in full precision: partial softmax."""
+    B = q.shape[0]
+    dtype = q.dtype
+    batch = torch.arange(B, device=q.device)[:, None, None]
+    length = cache.length.long()[:, None, None]
+    pos = position[..., None]                                              # (B, 8, 1)
+    at = edge[..., None] + torch.arange(2 * _ATTENTION_PAGE, device=q.device)
+    hit = tree[None, :, None, :] & (position[:, None, None, :] == at[..., None])
+    seen = (at >= 0) & (at <= pos) & (pos - at < window)
+    in_ring, in_new = seen & (at < length), seen & (at >= length) & hit.any(-1)
+    node, row = hit.int().argmax(-1), at % _PAGED_RECENT
+
+    def column(ring, new):
+        got = torch.where(in_ring[..., None, None], ring[batch, row].to(dtype), new[batch, node])
+        return got.masked_fill(~(in_ring | in_new)[..., None, None], 0.0)  # (B, 8, 128, G, K)
+
+    k, v = column(cache.recent_k, scratch_k), column(cache.recent_v, scratch_v)
+    scores = _paged_product_torch(q, k.permute(0, 1, 3, 4, 2))
+    mask = in_ring | in_new
+    if anchors > 0:
+        a = torch.arange(anchors, device=q.device)
+        far = (pos - a >= window) & (scope == "window")
+        near = (a < edge[..., None]) & (pos - a < window)
+        live = (a < length)[..., None, None]
+        near_k, far_k, anchor_v = (x[:, None, :anchors].to(dtype).masked_fill(~live, 0.0)
+                                   for x in (cache.anchor_near, cache.anchor_k, cache.anchor_v))
+        near_s = _paged_product_torch(q, near_k.permute(0, 1, 3, 4, 2))
+        far_s = _paged_product_torch(q_far, far_k.permute(0, 1, 3, 4, 2))
+        scores = torch.cat([scores, torch.where(far[:, :, None, None], far_s, near_s)], -1)
+        mask = torch.cat([mask, near | far], -1)
+        v = torch.cat([v, anchor_v.expand(-1, _PAGED_NODES, -1, -1, -1)], 2)
+    return _paged_softmax_torch(scores, mask, v)
+
+
+def paged_attention(
+    q: Tensor, q_far: Tensor | None, cache: SimpleNamespace, scratch_k: Tensor, scratch_v: Tensor, tree_mask: Tensor,
+    positions: Tensor, *, window: int, anchors: int, scope: str, scale: float | None = None,
+) -> Tensor:
+    """Attend from N <= 8 tree nodes to the committed tokens and to each node's own path; returns (B, N, H, K).
+
+    q, q_far (B, N, H, K) as in windowed_attention. scratch_k, scratch_v (B, N, G, K): the nodes' rotated keys, values.
+    tree_mask (N, N) bool: [n, m] when m is n or its ancestor. positions (N,) or (B, N) int32: length + depth.
+    cache: paged_cache. scope window: the law of windowed_attention, N <= window; full: every position, each at its
+    distance (q_far may be None). Keys two or more pages of 64 older are read quantised, the first `anchors` never.
+    A node's bits depend neither on the other nodes, nor on what is committed of its path, nor on the page table.
+    """
+    _require(q.ndim == 4, f"q must be (B, N, H, K), got {tuple(q.shape)}")
+    B, N, H, K = q.shape
+    _require(scope in _PAGED_SPLIT, f"scope must be window or full, got {scope!r}")
+    _require(1 <= N <= _PAGED_NODES, f"a tree must have 1 to {_PAGED_NODES} nodes, got {N}")
+    _require(K in (32, 64, 128), f"the key dimension must be 32, 64 or 128, got {K}")
+    G = cache.recent_k.shape[2]
+    want = (B, N, G, K)
+    fits = scratch_k.shape == want and scratch_v.shape == want and H % G == 0
+    _require(fits, f"scratch_k, scratch_v must be {want}, got {tuple(scratch_k.shape)}, {tuple(scratch_v.shape)}")
+    kind = cache.recent_k.dtype
+    fits = q.dtype == kind and scratch_k.dtype == kind and scratch_v.dtype == kind
+    _require(fits, f"q, scratch_k, scratch_v must have the cache's type {kind}, got {q.dtype}, {scratch_k.dtype}")
+    _require(tree_mask.shape == (N, N), f"tree_mask must be {(N, N)}, got {tuple(tree_mask.shape)}")
+    _require(positions.shape in ((N,), (B, N)), f"positions must be {(N,)} or {(B, N)}, got {tuple(positions.shape)}")
+    held = cache.anchor_k.shape[1]
+    _require(0 <= anchors <= held, f"anchors must be 0 to the {held} that the cache holds, got {anchors}")
+    _require(not (q.is_cuda and q.dtype == torch.float64), "float64 runs on the CPU only, got a CUDA tensor")
+    if scope == "window":
+        _require(q_far is not None and q_far.shape == q.shape, "scope window needs q_far of q's shape")
+        _require(N <= window, f"the window must hold a whole path of {N} nodes, got {window}")
+        held = (cache.page_table.shape[1] - 2) * _ATTENTION_PAGE
+        _require(window <= held, f"the cache holds a window of {held}, got {window}")
+    else:
+        q_far, window = q, _ATTENTION_WIDEST
+    scale = K**-0.5 if scale is None else float(scale)
+    # quantised pages multiply in float32 (tf32 on the matrix units): 16-bit operands would add 1e-2 to the rounding of
+    # the codes themselves (measured), and the step is bound by bytes anyway
+    q_pages = q if cache.bits == 16 else q.to(torch.promote_types(q.dtype, torch.float32))
+    q_pages = hadamard_rotate(q_pages) if cache.bits == 4 else q_pages
+    tree, positions = tree_mask.to(torch.int32), positions.to(torch.int32).expand(B, N)
+    run = _paged_attention_kernel if _uses_kernel(q) else _paged_attention_torch
+    args = (x.contiguous() for x in (q, q_far, q_pages))
+    return run(*args, cache, scratch_k.contiguous(), scratch_v.contiguous(), tree.contiguous(), positions.contiguous(),
+               window, anchors, scope, scale)
+
+
+# ---------------------------------------------------------------------------
+# Random Hadamard transform
+
+# butterfly block; also the multiple that every contraction width must be
+_HADAMARD_BLOCK = 128
+_HADAMARD_NORM = tl.constexpr(128**-0.5)
+# rows of one quantiser or transform tile: 32 x 128 floats are 32 registers a thread at 4 warps
+_MICROSCALED_ROWS = 32
+# key of the fixed random signs; "seed" arguments drive stochastic rounding only
+_HADAMARD_SIGN_KEY = 0x243F6A88
+
+
+@_jit
+def _hadamard_tile(x, ROWS: tl.constexpr):
+    """x H / sqrt(128), x (ROWS, 128) float32, by seven butterfly stages.
+
+    A stage transforms the lowest index bit and moves it to the top: seven of them restore natural order.
+    Additions only, in a fixed order, so that the CPU path gives the same bits; a dot with the constant
+    matrix would not (its order of summation belongs to the hardware) and spends 18 times the operations.
+    """
+    for _ in tl.static_range(7):
+        even, odd = tl.split(tl.reshape(x, (ROWS, 64, 2)))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (ROWS, 128))
+    return x * _HADAMARD_NORM
+
+
+@_jit
+def _microscaled_load_tile(
+    x_ptr, signs_ptr, i_row, i_block, rows, width, stride_row, stride_col, HADAMARD: tl.constexpr, ROWS: tl.constexpr
+):
+    """Tile (ROWS, 128) of x in float32, zero outside, rotated by H diag(signs) if asked."""
+    o_row = i_row.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_col = (i_block * 128 + tl.arange(0, 128)).to(tl.int64)
+    m_col = o_col < width
+    p_x = x_ptr + o_row[:, None] * stride_row + o_col[None, :] * stride_col
+    b_x = tl.load(p_x, mask=(o_row < rows)[:, None] & m_col[None, :], other=0.0).to(tl.float32)
+    if HADAMARD:
+        b_sign = tl.load(signs_ptr + o_col, mask=m_col, other=0).to(tl.float32)
+        b_x = _hadamard_tile(b_x * b_sign[None, :], ROWS)
+    return b_x
+
+
+@_jit_dynamic("rows")
+def _hadamard_kernel(
+    x_ptr, signs_ptr, y_ptr, rows, width, HAS_SIGNS: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr
+):
+    """y = H diag(signs) x, or diag(signs) H x when INVERSE, in blocks of 128 along the last dim."""
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_col = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m_row = (o_row < rows)[:, None]
+    offsets = o_row[:, None] * width + o_col[None, :]
+    b_x = tl.load(x_ptr + offsets, mask=m_row, other=0.0).to(tl.float32)
+    if HAS_SIGNS:
+        b_sign = tl.load(signs_ptr + o_col).to(tl.float32)[None, :]
+        if INVERSE:
+            b_x = _hadamard_tile(b_x, ROWS) * b_sign
+        else:
+            b_x = _hadamard_tile(b_x * b_sign, ROWS)
+    else:
+        b_x = _hadamard_tile(b_x, ROWS)
+    tl.store(y_ptr + offsets, b_x.to(y_ptr.dtype.element_ty), mask=m_row)
+
+
+def _hadamard_torch(x: Tensor, signs: Tensor | None, inverse: bool) -> Tensor:
+    """The butterfly of the kernel in x's float32 or float64, same order of additions."""
+    y = x.float() if x.dtype == torch.bfloat16 else x
+    if signs is not None and not inverse:
+        y = y * signs.to(y.dtype)
+    y = y.reshape(*x.shape[:-1], -1, _HADAMARD_BLOCK)
+    for _ in range(7):
+        even, odd = y[..., 0::2], y[..., 1::2]
+        y = torch.cat((even + odd, even - odd), dim=-1)
+    y = (y * _HADAMARD_BLOCK**-0.5).reshape(x.shape)
+    if signs is not None and inverse:
+        y = y * signs.to(y.dtype)
+    return y.to(x.dtype)
+
+
+def _hadamard(x: Tensor, signs: Tensor | None, inverse: bool) -> Tensor:
+    if not _uses_kernel(x):
+        return _hadamard_torch(x, signs, inverse)
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    if rows == 0:
+        return y
+    grid = (triton.cdiv(rows, _MICROSCALED_ROWS), width // _HADAMARD_BLOCK)
+    _hadamard_kernel[grid](
+        x_ptr=x,
+        signs_ptr=x if signs is None else signs,
+        y_ptr=y,
+        rows=rows,
+        width=width,
+        HAS_SIGNS=signs is not None,
+        INVERSE=inverse,
+        ROWS=_MICROSCALED_ROWS,
+        num_warps=4,
+    )
+    return y
+
+
+class _Hadamard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, signs, inverse):
+        ctx.signs, ctx.inverse = signs, inverse
+        return _hadamard(x, signs, inverse)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _hadamard(dy, ctx.signs, not ctx.inverse), None, None
+
+
+def _require_microscaled_input(name: str, x: Tensor) -> None:
+    _require(
+        x.dim() >= 1 and x.shape[-1] > 0 and x.shape[-1] % _HADAMARD_BLOCK == 0,
+        f"{name} width must be a positive multiple of {_HADAMARD_BLOCK}, got shape {tuple(x.shape)}",
+    )
+    allowed = (torch.float32, torch.bfloat16) if x.is_cuda else (torch.float32, torch.float64, torch.bfloat16)
+    _require(x.dtype in allowed, f"{name} must be bfloat16 or float32 (float64 on the CPU only), got {x.dtype}")
+
+
+def _require_signs(signs: Tensor | None, x: Tensor) -> None:
+    _require(
+        signs is None or (signs.shape == x.shape[-1:] and signs.device == x.device),
+        f"signs must have shape ({x.shape[-1]},) on {x.device}, "
+        f"got {None if signs is None else (tuple(signs.shape), str(signs.device))}",
+    )
+
+
+def hadamard_transform(x: Tensor, signs: Tensor | None = None, *, inverse: bool = False) -> Tensor:
+    """Rotate x (..., width) by the normalised 128-wide Hadamard matrix after signs; inverse: its transpose.
+
+    signs: (width,) of +-1 of any type, or None. The transform is orthogonal (fast Walsh-Hadamard butterfly).
+    """
+    _require_microscaled_input("x", x)
+    _require_signs(signs, x)
+    return _Hadamard.apply(x, signs, inverse)
+
+
+# ---------------------------------------------------------------------------
+# Microscaled quantisers (E2M1 with E4M3 scales; E4M3 and E5M2 with power-of-two scales)
+
+_FP4_BLOCK = 32
+# float32 bit pattern of 6 * 448, the largest magnitude that a global scale of one holds
+_FP4_LIMIT_BITS = 0x45280000
+# mantissa bits, lowest exponent, largest finite code, float32 bit pattern of the largest value (448, 57344)
+_FP8_FORMATS = {
+    "e4m3": (3, -6, 0x7E, 0x43E00000),
+    "e5m2": (2, -14, 0x7B, 0x47600000),
+}
+_FP8_TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# thresholds of rounding to the nearest value; ">=" where the upper neighbour is even, ">" where the lower one is
+_E2M1_TIES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_TWO_POW_120 = tl.constexpr(2.0**120)
+_TWO_POW_126 = tl.constexpr(2.0**126)
+# rounding noise has 19 bits and sits in the middle of its cell: noise * scale is then exact in float32
+_NOISE_UNIT = tl.constexpr(2.0**-19)
+
+
+@_jit
+def _covering_exponent(amax, LIMIT_BITS: tl.constexpr):
+    """Biased exponent of the smallest power of two p with amax <= limit * p, at least 1 and at most 253."""
+    excess = amax.to(tl.int32, bitcast=True) - LIMIT_BITS
+    return tl.minimum(tl.maximum(((excess + 0x7FFFFF) >> 23) + 127, 1), 253)
+
+
+@_jit
+def _fp8_encode(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, TOP: tl.constexpr, UP: tl.constexpr):
+    """Code of x >= 0 (float32, finite): to nearest, ties to even, or up; saturates at TOP. Integer arithmetic."""
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 127 + LOWEST)
+    # x in units of the last place of its binade: exact
+    units = x * ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
+    whole = units.to(tl.int32)
+    rest = units - whole.to(tl.float32)
+    if UP:
+        whole += (rest > 0).to(tl.int32)
+    else:
+        whole += ((rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))).to(tl.int32)
+    return tl.minimum(((exponent - (127 + LOWEST)) << MANTISSA) + whole, TOP)
+
+
+@_jit
+def _e4m3_decode(byte):
+    bits = byte.to(tl.uint32)
+    value = (bits << 20).to(tl.float32, bitcast=True) * _TWO_POW_120
+    return tl.where(bits == 127, float("nan"), value)
+
+
+@_jit
+def _e2m1_decode(code):
+    bits = code.to(tl.uint32)
+    return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * _TWO_POW_126
+
+
+@_jit
+def _microscaled_noise(seed, STREAM: tl.constexpr, i_row, i_block, ROWS: tl.constexpr):
+    """Uniform noise (ROWS, 128) in (0, 1): Philox word k % 4 of counter (k // 4, row, STREAM) under the key seed."""
+    o_row = (i_row * ROWS + tl.arange(0, ROWS))[:, None]
+    o_quad = (i_block * 32 + tl.arange(0, 32))[None, :]
+    zero = o_row * 0 + o_quad * 0
+    w0, w1, w2, w3 = tl.philox(seed, zero + o_quad, zero + o_row, zero + STREAM, zero)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, 128))
+    return ((words >> 13).to(tl.int32).to(tl.float32) + 0.5) * _NOISE_UNIT
+
+
+@_jit_dynamic("rows")
+def _fp4_row_scale_kernel(
+    x_ptr,
+    signs_ptr,
+    global_ptr,
+    rows,
+    width,
+    stride_row,
+    stride_col,
+    HADAMARD: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """global[row] = smallest power of two p with max |x[row]| <= 6 * 448 * p, over the finite values."""
+    i_row = tl.program_id(0)
+    b_amax = tl.zeros((ROWS,), tl.float32)
+    for i_block in range(0, tl.cdiv(width, 128)):
+        b_x = _microscaled_load_tile(
+            x_ptr, signs_ptr, i_row, i_block, rows, width, stride_row, stride_col, HADAMARD, ROWS
+        )
+        b_abs = tl.where(tl.abs(b_x) < float("inf"), tl.abs(b_x), 0.0)
+        b_amax = tl.maximum(b_amax, tl.max(b_abs, axis=1))
+    b_global = (_covering_exponent(b_amax, LIMIT_BITS) << 23).to(tl.float32, bitcast=True)
+    o_row = i_row.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(global_ptr + o_row, b_global, mask=o_row < rows)
+
+
+@_jit_dynamic("rows", "seed")
+def _fp4_quantize_kernel(
+    x_ptr,
+    signs_ptr,
+    global_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows,
+    width,
+    padded_width,
+    stride_row,
+    stride_col,
+    seed,
+    HADAMARD: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STREAM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """x = code * scale * global with code in E2M1, scale E4M3 of 32 values, all compared exactly: no division of x.
+
+    Nearest: count the thresholds t with |x| > t * scale (>= where the upper neighbour is even).
+    Stochastic: add u * step * scale, u uniform, and truncate; the scale is rounded up so that nothing clips.
+    A block with a non-finite value gets the NaN scale.
+    """
+    i_row, i_block = tl.program_id(0), tl.program_id(1)
+    o_row = i_row.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < rows
+    b_x = _microscaled_load_tile(x_ptr, signs_ptr, i_row, i_block, rows, width, stride_row, stride_col, HADAMARD, ROWS)
+    if PER_ROW:
+        b_global = tl.load(global_ptr + o_row, mask=m_row, other=1.0)[:, None]
+    else:
+        b_global = tl.load(global_ptr)
+    # the reciprocal of a power of two, exact: exponent 254 - e
+    b_inverse = ((254 << 23) - b_global.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    m_finite = tl.abs(b_x) < float("inf")
+    b_abs = tl.where(m_finite, tl.abs(b_x) * b_inverse, 0.0)
+    b_abs = tl.reshape(b_abs, (ROWS, 4, 32))
+    b_share = tl.div_rn(tl.max(b_abs, axis=2), tl.full((ROWS, 4), 6.0, tl.float32))
+    b_code = _fp8_encode(b_share, 3, -6, 0x7E, STOCHASTIC)
+    s = _e4m3_decode(b_code)[:, :, None]
+    if STOCHASTIC:
+        step = tl.where(b_abs < 2.0 * s, 0.5, tl.where(b_abs < 4.0 * s, 1.0, 2.0))
+        u = tl.reshape(_microscaled_noise(seed, STREAM, i_row, i_block, ROWS), (ROWS, 4, 32))
+        a = b_abs + u * (step * s)
+        mag = (a >= 0.5 * s).to(tl.int32) + (a >= s).to(tl.int32) + (a >= 1.5 * s).to(tl.int32)
+        mag += (a >= 2.0 * s).to(tl.int32) + (a >= 3.0 * s).to(tl.int32)
+        mag += (a >= 4.0 * s).to(tl.int32) + (a >= 6.0 * s).to(tl.int32)
+    else:
+        a = b_abs
+        mag = (a > 0.25 * s).to(tl.int32) + (a >= 0.75 * s).to(tl.int32) + (a > 1.25 * s).to(tl.int32)
+        mag += (a >= 1.75 * s).to(tl.int32) + (a > 2.5 * s).to(tl.int32)
+        mag += (a >= 3.5 * s).to(tl.int32) + (a > 5.0 * s).to(tl.int32)
+    # a block whose scale underflows to zero is zero
+    mag = tl.where(s > 0.0, mag, 0)
+    negative = tl.reshape((b_x < 0).to(tl.int32), (ROWS, 4, 32))
+    low, high = tl.split(tl.reshape(mag | (negative << 3), (ROWS, 64, 2)))
+    b_bad = tl.max(tl.reshape(1 - m_finite.to(tl.int32), (ROWS, 4, 32)), axis=2)
+    b_code = tl.where(b_bad > 0, 0x7F, b_code)
+    o_byte = i_block * 64 + tl.arange(0, 64)
+    p_codes = codes_ptr + o_row[:, None] * (padded_width // 2) + o_byte[None, :]
+    tl.store(p_codes, (low | (high << 4)).to(tl.uint8), mask=m_row[:, None])
+    o_scale = i_block * 4 + tl.arange(0, 4)
+    p_scales = scales_ptr + o_row[:, None] * (padded_width // 32) + o_scale[None, :]
+    tl.store(p_scales, b_code.to(tl.uint8), mask=m_row[:, None])
+
+
+@_jit_dynamic("rows")
+def _fp8_quantize_kernel(
+    x_ptr,
+    scale_ptr,
+    codes_ptr,
+    exponents_ptr,
+    amax_ptr,
+    rows,
+    width,
+    padded_width,
+    stride_row,
+    stride_col,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    TOP: tl.constexpr,
+    LIMIT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """x = code * 2^(e - 127) * scale, e one byte for 32 values, chosen from the block itself: no block clips.
+
+    amax[program] = largest finite magnitude of the tile, for the delayed scale of later steps.
+    """
+    i_row, i_block = tl.program_id(0), tl.program_id(1)
+    o_row = i_row.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < rows
+    b_x = _microscaled_load_tile(x_ptr, x_ptr, i_row, i_block, rows, width, stride_row, stride_col, False, ROWS)
+    m_finite = tl.abs(b_x) < float("inf")
+    b_abs = tl.reshape(tl.where(m_finite, tl.abs(b_x), 0.0), (ROWS, 4, 32))
+    b_amax = tl.max(b_abs, axis=2)
+    # biased exponent of the tensor scale, a power of two
+    shift = (tl.load(scale_ptr).to(tl.int32, bitcast=True) >> 23) - 127
+    b_exponent = tl.minimum(tl.maximum(_covering_exponent(b_amax, LIMIT_BITS) - shift, 1), 253)
+    total = tl.minimum(tl.maximum(b_exponent + shift, 1), 253)
+    b_inverse = ((254 - total) << 23).to(tl.float32, bitcast=True)
+    b_code = tl.reshape(_fp8_encode(b_abs * b_inverse[:, :, None], MANTISSA, LOWEST, TOP, False), (ROWS, 128))
+    b_code = tl.where(m_finite, b_code | ((b_x < 0).to(tl.int32) << 7), 0x7F)
+    o_col = i_block * 128 + tl.arange(0, 128)
+    p_codes = codes_ptr + o_row[:, None] * padded_width + o_col[None, :]
+    tl.store(p_codes, b_code.to(tl.uint8), mask=m_row[:, None])
+    o_exponent = i_block * 4 + tl.arange(0, 4)
+    p_exponents = exponents_ptr + o_row[:, None] * (padded_width // 32) + o_exponent[None, :]
+    tl.store(p_exponents, b_exponent.to(tl.uint8), mask=m_row[:, None])
+    tl.store(amax_ptr + i_row * tl.num_programs(1) + i_block, tl.max(tl.max(b_amax, axis=1), axis=0))
+
+
+def _exp2_torch(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponent for int32 exponents in -126 ... 127, exact (a library pow need not be)."""
+    return ((exponent + 127) << 23).view(torch.float32).to(dtype)
+
+
+def _covering_exponent_torch(amax: Tensor, limit_bits: int) -> Tensor:
+    excess = amax.float().contiguous().view(torch.int32) - limit_bits
+    return (((excess + 0x7FFFFF) >> 23) + 127).clamp(1, 253)
+
+
+def _fp8_encode_torch(x: Tensor, mantissa: int, lowest: int, top: int, up: bool) -> Tensor:
+    exponent = torch.where(x > 0, torch.frexp(x).exponent - 1, lowest).clamp(min=lowest)
+    units = x * _exp2_torch(mantissa - exponent, x.dtype)
+    whole = units.floor()
+    rest = units - whole
+    whole = whole + ((rest > 0) if up else (rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1)))
+    return (((exponent - lowest) << mantissa) + whole.int()).clamp(max=top)
+
+
+def _e4m3_decode_torch(byte: Tensor, dtype: torch.dtype) -> Tensor:
+    return byte.view(torch.float8_e4m3fn).to(dtype)
+
+
+def _philox_torch(key: int, counter: tuple[Tensor, ...]) -> list[Tensor]:
+    """Philox-4x32, ten rounds: four int64 tensors of 32-bit words."""
+    mask = 0xFFFFFFFF
+    k0, k1 = key & mask, key >> 32
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        # 32 x 32 bit product in two halves, since int64 cannot hold it
+        low0, low2 = c0 * 0x1F53, c2 * 0x8D57
+        high0, high2 = c0 * 0xD251 + (low0 >> 16), c2 * 0xCD9E + (low2 >> 16)
+        product0 = ((high0 & 0xFFFF) << 16) | (low0 & 0xFFFF)
+        product2 = ((high2 & 0xFFFF) << 16) | (low2 & 0xFFFF)
+        c0, c1, c2, c3 = (high2 >> 16) ^ c1 ^ k0, product2, (high0 >> 16) ^ c3 ^ k1, product0
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return [c0, c1, c2, c3]
+
+
+def _microscaled_noise_torch(seed: int, stream: int, rows: int, width: int, device: torch.device) -> Tensor:
+    row = torch.arange(rows, device=device)[:, None].expand(rows, width // 4)
+    quad = torch.arange(width // 4, device=device)[None, :].expand(rows, width // 4)
+    words = torch.stack(_philox_torch(seed, (quad, row, torch.full_like(row, stream), torch.zeros_like(row))), dim=-1)
+    return ((words >> 13).double() + 0.5).reshape(rows, width) * 2.0**-19
+
+
+@functools.lru_cache(maxsize=64)
+def _fp4_signs_table(length: int, device: torch.device) -> Tensor:
+    # leaves inference mode: a cached inference tensor could never enter a graph later
+    with torch.inference_mode(False):
+        index = torch.arange(length // 4)
+        zero = torch.zeros_like(index)
+        words = torch.stack(_philox_torch(_HADAMARD_SIGN_KEY, (index, zero, zero, zero)), dim=-1).reshape(-1)
+        return (1 - 2 * (words & 1)).to(torch.int8).to(device)
+
+
+def fp4_signs(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the fixed random signs (width,) int8 that the FP4 operations apply; a prefix for every width."""
+    # tables of power-of-two length, so that a changing token count does not fill the cache
+    length = max(_HADAMARD_BLOCK, 1 << (width - 1).bit_length())
+    return _fp4_signs_table(length, torch.device(device))[:width]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedFP4:
+    """FP4 tensor: value = E2M1 code * E4M3 scale of 32 values * float32 power of two of the tensor or row.
+
+    codes (rows, width / 2) uint8, even element in the low half; scales (rows, width / 32) uint8;
+    global_scale (1,) or (rows,) float32; signs (width,) int8 if rotated, else None; shape of the original.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    global_scale: Tensor
+    signs: Tensor | None
+    shape: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return plain tensors for a weights file."""
+        tensors = {"codes": self.codes, "scales": self.scales, "global_scale": self.global_scale}
+        tensors["shape"] = torch.tensor(self.shape, dtype=torch.int64)
+        if self.signs is not None:
+            tensors["signs"] = self.signs
+        return tensors
+
+    @classmethod
+    def from_dict(cls, tensors: dict[str, Tensor]) -> "PackedFP4":
+        """Rebuild from to_dict's tensors; raises ValueError if their shapes disagree."""
+        shape = tuple(tensors["shape"].tolist())
+        packed = cls(tensors["codes"], tensors["scales"], tensors["global_scale"], tensors.get("signs"), shape)
+        rows, width = math.prod(shape[:-1]), shape[-1]
+        _require(
+            packed.codes.shape == (rows, width // 2)
+            and packed.scales.shape == (rows, width // _FP4_BLOCK)
+            and packed.global_scale.shape in ((1,), (rows,))
+            and (packed.signs is None or packed.signs.shape == (width,)),
+            f"packed tensors must fit shape {shape}, got codes {tuple(packed.codes.shape)}, "
+            f"scales {tuple(packed.scales.shape)}, global_scale {tuple(packed.global_scale.shape)}",
+        )
+        return packed
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the codes."""
+        return self.codes.device
+
+    def to(self, device: torch.device | str) -> "PackedFP4":
+        """Return the same values on another device."""
+        signs = None if self.signs is None else self.signs.to(device)
+        return PackedFP4(self.codes.to(device), self.scales.to(device), self.global_scale.to(device), signs, self.shape)
+
+
+def _fp4_quantize_torch(
+    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool, seed: int, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of the kernel, bit for bit in float32; x (rows, width), any width."""
+    rows, width = x.shape
+    x = F.pad(x.float() if x.dtype == torch.bfloat16 else x, (0, -width % _HADAMARD_BLOCK))
+    if signs is not None:
+        x = _hadamard_torch(x, F.pad(signs, (0, -width % _HADAMARD_BLOCK)), False)
+    finite = x.abs() < math.inf
+    magnitude = torch.where(finite, x.abs(), 0.0)
+    exponent = _covering_exponent_torch(magnitude.amax(dim=1), _FP4_LIMIT_BITS)
+    exponent = exponent if per_row else exponent.amax(dim=0, keepdim=True)
+    magnitude = (magnitude * _exp2_torch(127 - exponent, x.dtype)[:, None]).view(rows, -1, _FP4_BLOCK)
+    code = _fp8_encode_torch(magnitude.amax(dim=2) / 6.0, 3, -6, 0x7E, stochastic)
+    s = _e4m3_decode_torch(code.to(torch.uint8), x.dtype)[:, :, None]
+    if stochastic:
+        step = torch.where(magnitude < 2.0 * s, 0.5, torch.where(magnitude < 4.0 * s, 1.0, 2.0))
+        noise = _microscaled_noise_torch(seed, stream, rows, x.shape[1], x.device).to(x.dtype)
+        magnitude = magnitude + noise.view_as(step) * (step * s)
+        mag = sum((magnitude >= value * s).int() for value in _E2M1_VALUES[1:])
+    else:
+        mag = sum(((magnitude >= t * s) if even else (magnitude > t * s)).int() for t, even in _E2M1_TIES)
+    mag = torch.where(s > 0, mag, 0).view(rows, -1)
+    nibbles = mag | ((x < 0).int() << 3)
+    codes = (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).to(torch.uint8)
+    bad = ~finite.view(rows, -1, _FP4_BLOCK).all(dim=2)
+    return codes, torch.where(bad, 0x7F, code).to(torch.uint8), _exp2_torch(exponent - 127, torch.float32)
+
+
+def _fp4_quantize(
+    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool = False, seed: int = 0, stream: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and global scale of x (rows, width), strided as it comes; the width is padded to 128 by zeros."""
+    if not _uses_kernel(x):
+        return _fp4_quantize_torch(x, signs, per_row, stochastic, seed, stream)
+    rows, width = x.shape
+    blocks = triton.cdiv(width, _HADAMARD_BLOCK)
+    codes = torch.empty(rows, blocks * 64, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, blocks * 4, dtype=torch.uint8, device=x.device)
+    global_scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    row_tiles = triton.cdiv(rows, _MICROSCALED_ROWS)
+    shared = dict(rows=rows, width=width, stride_row=x.stride(0), stride_col=x.stride(1), HADAMARD=signs is not None)
+    signs_or_x = x if signs is None else signs
+    _fp4_row_scale_kernel[(row_tiles,)](
+        x_ptr=x,
+        signs_ptr=signs_or_x,
+        global_ptr=global_scale,
+        **shared,
+        LIMIT_BITS=_FP4_LIMIT_BITS,
+        ROWS=_MICROSCALED_ROWS,
+        num_warps=4,
+    )
+    if not per_row:
+        global_scale = global_scale.amax(dim=0, keepdim=True)
+    _fp4_quantize_kernel[(row_tiles, blocks)](
+        x_ptr=x,
+        signs_ptr=signs_or_x,
+        global_ptr=global_scale,
+        codes_ptr=codes,
+        scales_ptr=scales,
+        padded_width=blocks * _HADAMARD_BLOCK,
+        seed=seed,
+        **shared,
+        PER_ROW=per_row,
+        STOCHASTIC=stochastic,
+        STREAM=stream,
+        ROWS=_MICROSCALED_ROWS,
+        num_warps=4,
+    )
+    return codes, scales, global_scale
+
+
+def quantize_fp4(
+    x: Tensor,
+    *,
+    signs: Tensor | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    per_row_scale: bool = False,
+) -> PackedFP4:
+    """Pack x (..., width) into FP4: E2M1 values, an E4M3 scale per 32 along the last dim, a power of two above.
+
+    signs (width,): rotate by hadamard_transform(x, signs) first. stochastic: unbiased rounding driven by seed and
+    the element's index, block scales rounded up; otherwise nearest, ties to even. per_row_scale: one power of two
+    a row (activations) instead of one (weights). Blocks that hold a NaN or an infinity come back as NaN.
+    """
+    _require_microscaled_input("x", x)
+    _require_signs(signs, x)
+    _require_seed(seed)
+    _require(x.numel() > 0, f"x must have at least one row, got shape {tuple(x.shape)}")
+    flat = x.detach().reshape(-1, x.shape[-1])
+    signs = None if signs is None else signs.to(torch.int8)
+    codes, scales, global_scale = _fp4_quantize(flat, signs, per_row_scale, stochastic, seed)
+    return PackedFP4(codes, scales, global_scale, signs, tuple(x.shape))
+
+
+def _require_seed(seed: int) -> None:
+    _require(isinstance(seed, int) and 0 <= seed < 2**63, f"seed must be an integer in [0, 2**63), got {seed!r}")
+
+
+def _fp4_values_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Code times block scale (rows, width), still without the global scale; exact even in bfloat16 (6 bits)."""
+    table = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), dtype=dtype, device=codes.device)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).int().view(codes.shape[0], -1, _FP4_BLOCK)
+    return (table[nibbles] * _e4m3_decode_torch(scales, dtype)[:, :, None]).flatten(1)
+
+
+def dequantize_fp4(packed: PackedFP4, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the packed values in their original shape, the rotation undone."""
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    values = _fp4_values_torch(packed.codes, packed.scales, compute) * packed.global_scale.to(compute)[:, None]
+    if packed.signs is not None:
+        values = _hadamard(values, packed.signs, True)
+    return values.to(dtype).view(packed.shape)
+
+
+class DelayedScale(torch.nn.Module):
+    """Hold the largest magnitudes of the last 16 steps of a linear map's input, weight and gradient.
+
+    The scale used at a step comes from the history before it and is a power of two: it moves exponents, never a
+    mantissa, so a forward pass repeated under recomputation gives the same bits although the history has moved.
+    """
+
+    ROLES = ("input", "weight", "gradient")
+    LENGTH = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("history", torch.zeros(len(self.ROLES), self.LENGTH))
+
+    def scale(self, role: str) -> Tensor:
+        """Return the tensor scale (1,) float32 of a role; 1 while its history holds nothing but zeros."""
+        limit_bits = _FP8_FORMATS["e5m2" if role == "gradient" else "e4m3"][3]
+        amax = self.history[self.ROLES.index(role)].float().amax(dim=0, keepdim=True)
+        # half of float32's exponent range on either side keeps the product of two scales finite
+        exponent = (_covering_exponent_torch(amax, limit_bits) - 127).clamp(-62, 62)
+        return _exp2_torch(torch.where(amax > 0, exponent, 0), torch.float32)
+
+    @torch.no_grad()
+    def update(self, role: str, amax: Tensor) -> None:
+        """Push the largest finite magnitude of this step, (1,), and drop the oldest."""
+        row = self.history[self.ROLES.index(role)]
+        amax = torch.where(amax < math.inf, amax, 0.0).to(row.dtype)
+        row.copy_(torch.cat((amax.reshape(1), row[:-1])))
+
+
+def _fp8_quantize_torch(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of the kernel, bit for bit in float32; x (rows, width), any width."""
+    mantissa, lowest, top, limit_bits = _FP8_FORMATS[format]
+    rows, width = x.shape
+    x = F.pad(x.float() if x.dtype == torch.bfloat16 else x, (0, -width % _HADAMARD_BLOCK))
+    finite = x.abs() < math.inf
+    magnitude = torch.where(finite, x.abs(), 0.0).view(rows, -1, _FP4_BLOCK)
+    shift = (scale.view(torch.int32) >> 23) - 127
+    exponent = (_covering_exponent_torch(magnitude.amax(dim=2), limit_bits) - shift).clamp(1, 253)
+    total = (exponent + shift).clamp(1, 253)
+    units = magnitude * _exp2_torch(127 - total, x.dtype)[:, :, None]
+    code = _fp8_encode_torch(units, mantissa, lowest, top, False).view(rows, -1)
+    code = torch.where(finite, code | ((x < 0).int() << 7), 0x7F)
+    return code.to(torch.uint8), exponent.to(torch.uint8), magnitude.amax().float().reshape(1)
+
+
+def _fp8_quantize(x: Tensor, scale: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block exponents and largest magnitude of x (rows, width), strided as it comes; width padded to 128."""
+    if not _uses_kernel(x):
+        return _fp8_quantize_torch(x, scale, format)
+    mantissa, lowest, top, limit_bits = _FP8_FORMATS[format]
+    rows, width = x.shape
+    blocks = triton.cdiv(width, _HADAMARD_BLOCK)
+    row_tiles = triton.cdiv(rows, _MICROSCALED_ROWS)
+    codes = torch.empty(rows, blocks * _HADAMARD_BLOCK, dtype=torch.uint8, device=x.device)
+    exponents = torch.empty(rows, blocks * 4, dtype=torch.uint8, device=x.device)
+    amax = torch.empty(row_tiles * blocks, dtype=torch.float32, device=x.device)
+    _fp8_quantize_kernel[(row_tiles, blocks)](
+        x_ptr=x,
+        scale_ptr=scale,
+        codes_ptr=codes,
+        exponents_ptr=exponents,
+        amax_ptr=amax,
+        rows=rows,
+        width=width,
+        padded_width=blocks * _HADAMARD_BLOCK,
+        stride_row=x.stride(0),
+        stride_col=x.stride(1),
+        MANTISSA=mantissa,
+        LOWEST=lowest,
+        TOP=top,
+        LIMIT_BITS=limit_bits,
+        ROWS=_MICROSCALED_ROWS,
+        num_warps=4,
+    )
+    return codes, exponents, amax.amax(dim=0, keepdim=True)
+
+
+def quantize_fp8(x: Tensor, format: str = "e4m3", *, scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise x (..., width) to 8 bits: codes (..., width), block exponents (..., width / 32), largest magnitude (1,).
+
+    Value = code * 2^(exponent - 127) * scale; format "e4m3" or "e5m2"; scale (1,) float32, a power of two (default 1).
+    """
+    _require_microscaled_input("x", x)
+    _require(format in _FP8_FORMATS, f"format must be one of {tuple(_FP8_FORMATS)}, got {format!r}")
+    _require(x.numel() > 0, f"x must have at least one row, got shape {tuple(x.shape)}")
+    scale = torch.ones(1, device=x.device) if scale is None else scale
+    codes, exponents, amax = _fp8_quantize(x.detach().reshape(-1, x.shape[-1]), scale, format)
+    codes = codes.view(x.shape).view(_FP8_TORCH[format])
+    return codes, exponents.view(*x.shape[:-1], -1), amax
+
+
+# ---------------------------------------------------------------------------
+# Block-scaled 4-bit matrix product
+
+# weight-only decoding: rows of a tile (tensor cores need 16; the CPU pads to 8) and columns
+_FP4_DECODE_ROWS = 16
+_FP4_DECODE_ROWS_CPU = 8
+_FP4_DECODE_COLS = 64
+# programs that a decoding product aims for: two a multiprocessor; a constant, or results would depend on the device
+_FP4_DECODE_PROGRAMS = 256
+
+
+@_jit
+def _fp4_dequantize_tile(codes, scales, DTYPE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr):
+    """codes (ROWS, K / 2), scales (ROWS, K / 32) -> code * scale (ROWS, K), exact in bfloat16: 2 + 4 bits."""
+    c = tl.reshape(codes, (ROWS, K // 32, 16))
+    s = _e4m3_decode(scales)[:, :, None]
+    low = (_e2m1_decode(c & 15) * s).to(DTYPE)
+    high = (_e2m1_decode(c >> 4) * s).to(DTYPE)
+    return tl.reshape(tl.join(low, high), (ROWS, K))
+
+
+@_jit_dynamic("M")
+def _microscaled_fp4_gemm_kernel(
+    a_ptr,
+    a_scale_ptr,
+    a_global_ptr,
+    b_ptr,
+    b_scale_ptr,
+    b_global_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    A_PER_ROW: tl.constexpr,
+    B_PER_ROW: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """c = (a * scale_a) (b * scale_b)^T * global_a * global_b; a (M, K), b (N, K) packed E2M1, scales E4M3 of 32.
+
+    NATIVE: the block-scaled instruction, which takes a scale per 16: each byte is read twice. Otherwise the codes
+    are multiplied by their scales in registers and go through an ordinary product; K is a multiple of BK.
+    """
+    # groups of 8 row tiles share their b tiles in the second-level cache
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    first = pid // (8 * tiles_n) * 8
+    group = tl.minimum(tiles_m - first, 8)
+    i_m = first + pid % (8 * tiles_n) % group
+    i_n = pid % (8 * tiles_n) // group
+    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    m_m, m_n = o_m < M, o_n < N
+    o_byte = tl.arange(0, BK // 2)
+    if NATIVE:
+        o_scale = tl.arange(0, BK // 16) // 2
+    else:
+        o_scale = tl.arange(0, BK // 32)
+    p_a = a_ptr + o_m[:, None] * (K // 2) + o_byte[None, :]
+    p_b = b_ptr + o_n[:, None] * (K // 2) + o_byte[None, :]
+    p_a_scale = a_scale_ptr + o_m[:, None] * (K // 32) + o_scale[None, :]
+    p_b_scale = b_scale_ptr + o_n[:, None] * (K // 32) + o_scale[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in range(0, K // BK):
+        b_a = tl.load(p_a, mask=m_m[:, None], other=0)
+        b_b = tl.load(p_b, mask=m_n[:, None], other=0)
+        s_a = tl.load(p_a_scale, mask=m_m[:, None], other=0)
+        s_b = tl.load(p_b_scale, mask=m_n[:, None], other=0)
+        if NATIVE:
+            s_a = s_a.to(tl.float8e4nv, bitcast=True)
+            s_b = s_b.to(tl.float8e4nv, bitcast=True)
+            acc = tl.dot_scaled(b_a, s_a, "e2m1", tl.trans(b_b), s_b, "e2m1", acc)
+        else:
+            v_a = _fp4_dequantize_tile(b_a, s_a, DTYPE, BM, BK)
+            v_b = _fp4_dequantize_tile(b_b, s_b, DTYPE, BN, BK)
+            acc = tl.dot(v_a, tl.trans(v_b), acc, input_precision="ieee")
+        p_a += BK // 2
+        p_b += BK // 2
+        p_a_scale += BK // 32
+        p_b_scale += BK // 32
+    if A_PER_ROW:
+        acc *= tl.load(a_global_ptr + o_m, mask=m_m, other=0.0)[:, None]
+    else:
+        acc *= tl.load(a_global_ptr)
+    if B_PER_ROW:
+        acc *= tl.load(b_global_ptr + o_n, mask=m_n, other=0.0)[None, :]
+    else:
+        acc *= tl.load(b_global_ptr)
+    p_c = c_ptr + o_m[:, None] * N + o_n[None, :]
+    tl.store(p_c, acc.to(c_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+@_jit_dynamic("M")
+def _fp4_weight_only_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    partial_ptr,
+    M,
+    N,
+    K,
+    depth,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """partial[split] = x (code * scale)^T over the split's depth columns; 16-row tiles for any number of rows."""
+    i_m, i_n, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    m_m, m_n = o_m < M, o_n < N
+    o_k, o_byte, o_scale = tl.arange(0, BK), tl.arange(0, BK // 2), tl.arange(0, BK // 32)
+    acc = tl.zeros((BM, BN), tl.float32)
+    start = i_split * depth
+    for k in range(start, tl.minimum(start + depth, K), BK):
+        b_x = tl.load(x_ptr + o_m[:, None] * K + (k + o_k)[None, :], mask=m_m[:, None], other=0.0)
+        p_codes = codes_ptr + o_n[:, None] * (K // 2) + (k // 2 + o_byte)[None, :]
+        p_scales = scales_ptr + o_n[:, None] * (K // 32) + (k // 32 + o_scale)[None, :]
+        b_codes = tl.load(p_codes, mask=m_n[:, None], other=0)
+        b_scales = tl.load(p_scales, mask=m_n[:, None], other=0)
+        b_w = _fp4_dequantize_tile(b_codes, b_scales, DTYPE, BN, BK)
+        acc = tl.dot(b_x, tl.trans(b_w), acc, input_precision="ieee")
+    p_partial = partial_ptr + (i_split.to(tl.int64) * M + o_m[:, None]) * N + o_n[None, :]
+    tl.store(p_partial, acc, mask=m_m[:, None] & m_n[None, :])
+
+
+@_jit_dynamic("size")
+def _fp4_weight_only_sum_kernel(
+    partial_ptr, global_ptr, y_ptr, size, N, SPLITS: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y = global * sum over splits of partial, in order of the splits; size = rows * N, flattened."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o < size
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i_split in tl.static_range(SPLITS):
+        acc += tl.load(partial_ptr + i_split * size.to(tl.int64) + o, mask=m, other=0.0)
+    if PER_ROW:
+        acc *= tl.load(global_ptr + o % N, mask=m, other=0.0)
+    else:
+        acc *= tl.load(global_ptr)
+    tl.store(y_ptr + o, acc.to(y_ptr.dtype.element_ty), mask=m)
+
+
+def _microscaled_native(x: Tensor) -> bool:
+    """True on the SM10x family, whose tensor cores take block-scaled operands."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 10
+
+
+def _fp4_gemm_config(native: bool, dtype: torch.dtype) -> dict:
+    """Tiles by case; shared memory and registers of each are in the compile tests."""
+    if native:
+        # 2 instructions of depth 64 a step; the accumulator takes 128 of 512 columns of tensor memory
+        return dict(BM=128, BN=128, BK=128, DTYPE=tl.bfloat16, num_warps=4, num_stages=3)
+    if dtype == torch.bfloat16:
+        # sm_90: both operands pass through registers; depth 64 keeps their values beside 64 accumulators a thread
+        return dict(BM=128, BN=128, BK=64, DTYPE=tl.bfloat16, num_warps=8, num_stages=3)
+    return dict(BM=64, BN=64, BK=32, DTYPE=tl.float32, num_warps=4, num_stages=2)
+
+
+def _fp4_gemm_torch(a: tuple[Tensor, ...], b: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    compute = torch.float32 if dtype == torch.bfloat16 else dtype
+    product = _fp4_values_torch(a[0], a[1], compute) @ _fp4_values_torch(b[0], b[1], compute).T
+    return (product * a[2].to(compute)[:, None] * b[2].to(compute)[None, :]).to(dtype)
+
+
+def _fp4_gemm(a: tuple[Tensor, ...], b: tuple[Tensor, ...], like: Tensor) -> Tensor:
+    """a b^T (M, N) of two (codes, scales, global_scale) of equal width, in the type and place of like."""
+    dtype = like.dtype
+    if not _uses_kernel(like):
+        return _fp4_gemm_torch(a, b, dtype)
+    M, N, K = a[0].shape[0], b[0].shape[0], 2 * a[0].shape[1]
+    c = torch.empty(M, N, dtype=dtype, device=like.device)
+    native = _microscaled_native(like)
+    config = _fp4_gemm_config(native, dtype)
+    grid = (triton.cdiv(M, config["BM"]) * triton.cdiv(N, config["BN"]),)
+    _microscaled_fp4_gemm_kernel[grid](
+        a_ptr=a[0],
+        a_scale_ptr=a[1],
+        a_global_ptr=a[2],
+        b_ptr=b[0],
+        b_scale_ptr=b[1],
+        b_global_ptr=b[2],
+        c_ptr=c,
+        M=M,
+        N=N,
+        K=K,
+        A_PER_ROW=a[2].numel() > 1,
+        B_PER_ROW=b[2].numel() > 1,
+        NATIVE=native,
+        **config,
+    )
+    return c
+
+
+class _MicroscaledFP4Gemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, seed):
+        if isinstance(weight, PackedFP4):
+            packed, ctx.packed = (weight.codes, weight.scales, weight.global_scale), weight
+            signs = weight.signs
+        else:
+            signs = fp4_signs(x.shape[1], x.device)
+            packed, ctx.packed = _fp4_quantize(weight, signs, per_row=False), None
+        ctx.seed = seed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.packed is not None else weight)
+        return _fp4_gemm(_fp4_quantize(x, signs, per_row=True), packed, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            # contraction along the outputs
+            dense = weight if ctx.packed is None else dequantize_fp4(ctx.packed, dy.dtype)
+            signs = fp4_signs(dy.shape[1], dy.device)
+            dy_rows = _fp4_quantize(dy, signs, per_row=True, stochastic=True, seed=ctx.seed, stream=0)
+            dx = _fp4_gemm(dy_rows, _fp4_quantize(dense.T, signs, per_row=False), dy)
+        if ctx.needs_input_grad[1]:
+            # contraction along the tokens
+            signs = fp4_signs(dy.shape[0], dy.device)
+            dy_columns = _fp4_quantize(dy.T, signs, per_row=True, stochastic=True, seed=ctx.seed, stream=1)
+            dweight = _fp4_gemm(dy_columns, _fp4_quantize(x.T, signs, per_row=True), dy).to(weight.dtype)
+        return dx, dweight, None
+
+
+def microscaled_fp4_gemm(x: Tensor, weight: Tensor | PackedFP4, *, seed: int = 0) -> Tensor:
+    """Multiply x (..., in) by weight (out, in) transposed in FP4, both rotated and quantised: (..., out) in x's dtype.
+
+    weight: a float tensor, quantised here, or a PackedFP4 (then without a gradient). "in" is a multiple of 128.
+    Gradients are products of the same kind; the incoming gradient is rounded stochastically, driven by seed, whose
+    noise has no other use. Format and recipe: arXiv 2509.25149, here with blocks of 32.
+    """
+    _require_microscaled_input("x", x)
+    _require_seed(seed)
+    packed = isinstance(weight, PackedFP4)
+    _require(
+        len(weight.shape) == 2 and weight.shape[1] == x.shape[-1] and weight.shape[0] > 0,
+        f"weight must have shape (out, {x.shape[-1]}), got {tuple(weight.shape)}",
+    )
+    _require(weight.device == x.device, f"weight must be on {x.device}, got {weight.device}")
+    if not packed:
+        _require_microscaled_input("weight", weight)
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] == 0:
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
+    return _MicroscaledFP4Gemm.apply(flat, weight, seed).view(*x.shape[:-1], weight.shape[0])
+
+
+def _fp4_weight_only_torch(x: Tensor, packed: PackedFP4) -> Tensor:
+    """Tiles of 8 rows, padded: a row's bits do not depend on its neighbours."""
+    compute = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+    weight = _fp4_values_torch(packed.codes, packed.scales, compute).T
+    rows = x.shape[0]
+    x = F.pad(x.to(compute), (0, 0, 0, -rows % _FP4_DECODE_ROWS_CPU))
+    y = torch.cat([tile @ weight for tile in x.split(_FP4_DECODE_ROWS_CPU)])
+    return y[:rows] * packed.global_scale.to(compute)
+
+
+def _fp4_weight_only_config(dtype: torch.dtype) -> dict:
+    if dtype == torch.bfloat16:
+        return dict(BM=_FP4_DECODE_ROWS, BN=_FP4_DECODE_COLS, BK=128, DTYPE=tl.bfloat16, num_warps=4, num_stages=3)
+    # exact float32 products spill 3 KB a thread at depth 128
+    return dict(BM=_FP4_DECODE_ROWS, BN=_FP4_DECODE_COLS, BK=32, DTYPE=tl.float32, num_warps=4, num_stages=3)
+
+
+def _fp4_weight_only(x: Tensor, packed: PackedFP4) -> Tensor:
+    if not _uses_kernel(x):
+        return _fp4_weight_only_torch(x, packed).to(x.dtype)
+    M, K = x.shape
+    N = packed.shape[0]
+    tiles, blocks = triton.cdiv(N, _FP4_DECODE_COLS), K // _HADAMARD_BLOCK
+    # a function of the weight's shape alone
+    splits = min(8, blocks, max(1, _FP4_DECODE_PROGRAMS // tiles))
+    partial = torch.empty(splits, M, N, dtype=torch.float32, device=x.device)
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    _fp4_weight_only_kernel[(triton.cdiv(M, _FP4_DECODE_ROWS), tiles, splits)](
+        x_ptr=x,
+        codes_ptr=packed.codes,
+        scales_ptr=packed.scales,
+        partial_ptr=partial,
+        M=M,
+        N=N,
+        K=K,
+        depth=triton.cdiv(blocks, splits) * _HADAMARD_BLOCK,
+        **_fp4_weight_only_config(x.dtype),
+    )
+    _fp4_weight_only_sum_kernel[(triton.cdiv(M * N, 1024),)](
+        partial_ptr=partial,
+        global_ptr=packed.global_scale,
+        y_ptr=y,
+        size=M * N,
+        N=N,
+        SPLITS=splits,
+        PER_ROW=packed.global_scale.numel() > 1,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return y
+
+
+def fp4_weight_only_linear(x: Tensor, packed: PackedFP4) -> Tensor:
+    """Multiply x (..., in), kept in its own type, by a packed weight (out, in) transposed; for decoding, no gradient.
+
+    A row's result does not depend on the number of rows: tiles of 16 rows and a split of the contraction that
+    depends on the weight's shape only, summed in a fixed order.
+    """
+    _require_microscaled_input("x", x)
+    _require(
+        len(packed.shape) == 2 and packed.shape[1] == x.shape[-1],
+        f"packed weight must have shape (out, {x.shape[-1]}), got {packed.shape}",
+    )
+    _require(packed.device == x.device, f"packed weight must be on {x.device}, got {packed.device}")
+    _require(not (torch.is_grad_enabled() and x.requires_grad), "x must not require a gradient, got requires_grad=True")
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] == 0:
+        return x.new_zeros(*x.shape[:-1], packed.shape[0])
+    flat = flat.contiguous() if packed.signs is None else _hadamard(flat, packed.signs, False)
+    return _fp4_weight_only(flat, packed).view(*x.shape[:-1], packed.shape[0])
+
+
+# ---------------------------------------------------------------------------
+# Block-scaled 8-bit matrix product
+
+
+@_jit_dynamic("M")
+def _fp8_gemm_kernel(
+    a_ptr,
+    a_exponent_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_exponent_ptr,
+    b_scale_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    A_FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """c = (a 2^(ea - 127)) (b 2^(eb - 127))^T * scale_a * scale_b; a (M, K) in A_FORMAT, b (N, K) E4M3.
+
+    NATIVE: the block-scaled instruction. Otherwise BK = 32 = one block: each slab's product is a fresh accumulator
+    that is scaled in float32 and added, which also keeps the hardware's short 8-bit accumulation to 32 terms.
+    EXACT (float32 inputs) multiplies in float32.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    first = pid // (8 * tiles_n) * 8
+    group = tl.minimum(tiles_m - first, 8)
+    i_m = first + pid % (8 * tiles_n) % group
+    i_n = pid % (8 * tiles_n) // group
+    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    m_m, m_n = o_m < M, o_n < N
+    o_k = tl.arange(0, BK)
+    p_a = a_ptr + o_m[:, None] * K + o_k[None, :]
+    p_b = b_ptr + o_n[None, :] * K + o_k[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    if NATIVE:
+        o_e = tl.arange(0, BK // 32)
+        p_ea = a_exponent_ptr + o_m[:, None] * (K // 32) + o_e[None, :]
+        p_eb = b_exponent_ptr + o_n[:, None] * (K // 32) + o_e[None, :]
+    else:
+        p_ea = a_exponent_ptr + o_m * (K // 32)
+        p_eb = b_exponent_ptr + o_n * (K // 32)
+    for _ in range(0, K // BK):
+        b_a = tl.load(p_a, mask=m_m[:, None], other=0.0)
+        b_b = tl.load(p_b, mask=m_n[None, :], other=0.0)
+        if NATIVE:
+            e_a = tl.load(p_ea, mask=m_m[:, None], other=127)
+            e_b = tl.load(p_eb, mask=m_n[:, None], other=127)
+            acc = tl.dot_scaled(b_a, e_a, A_FORMAT, b_b, e_b, "e4m3", acc)
+        else:
+            s_a = (tl.load(p_ea, mask=m_m, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            s_b = (tl.load(p_eb, mask=m_n, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            if EXACT:
+                slab = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision="ieee")
+            else:
+                slab = tl.dot(b_a, b_b)
+            # one scale after the other: their product alone may leave float32's range
+            acc += slab * s_a[:, None] * s_b[None, :]
+        p_a += BK
+        p_b += BK
+        p_ea += BK // 32
+        p_eb += BK // 32
+    acc *= tl.load(a_scale_ptr) * tl.load(b_scale_ptr)
+    p_c = c_ptr + o_m[:, None] * N + o_n[None, :]
+    tl.store(p_c, acc.to(c_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+def _fp8_gemm_config(native: bool, dtype: torch.dtype) -> dict:
+    """Tiles by case; BK = 32 is the scale block where the instruction knows no scales."""
+    if native:
+        return dict(BM=128, BN=128, BK=128, num_warps=4, num_stages=3)
+    if dtype == torch.bfloat16:
+        # sm_90: 206 registers, no spill; 128 x 128 by 8 warps spills 152 bytes and loads each scale 32 times
+        return dict(BM=64, BN=128, BK=32, num_warps=4, num_stages=4)
+    return dict(BM=64, BN=64, BK=32, num_warps=4, num_stages=2)
+
+
+def _fp8_values_torch(codes: Tensor, exponents: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """Code times block scale, without the tensor scale."""
+    values = codes.view(_FP8_TORCH[format]).to(dtype).view(codes.shape[0], -1, _FP4_BLOCK)
+    return (values * _exp2_torch(exponents.int() - 127, dtype)[:, :, None]).flatten(1)
+
+
+def _fp8_gemm_torch(a: tuple[Tensor, ...], b: tuple[Tensor, ...], a_format: str, dtype: torch.dtype) -> Tensor:
+    compute = torch.float32 if dtype == torch.bfloat16 else dtype
+    a_values = _fp8_values_torch(a[0], a[1], a_format, compute)
+    product = a_values @ _fp8_values_torch(b[0], b[1], "e4m3", compute).T
+    return (product * (a[2] * b[2]).to(compute)).to(dtype)
+
+
+def _fp8_gemm(a: tuple[Tensor, ...], b: tuple[Tensor, ...], a_format: str, like: Tensor) -> Tensor:
+    """a b^T (M, N) of two (codes, block exponents, tensor scale) of equal width; b is E4M3."""
+    dtype = like.dtype
+    if not _uses_kernel(like):
+        return _fp8_gemm_torch(a, b, a_format, dtype)
+    M, N, K = a[0].shape[0], b[0].shape[0], a[0].shape[1]
+    c = torch.empty(M, N, dtype=dtype, device=like.device)
+    native = _microscaled_native(like)
+    config = _fp8_gemm_config(native, dtype)
+    grid = (triton.cdiv(M, config["BM"]) * triton.cdiv(N, config["BN"]),)
+    _fp8_gemm_kernel[grid](
+        a_ptr=a[0].view(_FP8_TORCH[a_format]),
+        a_exponent_ptr=a[1],
+        a_scale_ptr=a[2],
+        b_ptr=b[0].view(torch.float8_e4m3fn),
+        b_exponent_ptr=b[1],
+        b_scale_ptr=b[2],
+        c_ptr=c,
+        M=M,
+        N=N,
+        K=K,
+        A_FORMAT=a_format,
+        NATIVE=native,
+        EXACT=dtype == torch.float32,
+        **config,
+    )
+    return c
+
+
+class _FP8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, scales):
+        x_scale, weight_scale = scales.scale("input"), scales.scale("weight")
+        x_codes, x_exponents, x_amax = _fp8_quantize(x, x_scale, "e4m3")
+        weight_codes, weight_exponents, weight_amax = _fp8_quantize(weight, weight_scale, "e4m3")
+        if scales.training:
+            scales.update("input", x_amax)
+            scales.update("weight", weight_amax)
+        ctx.scales = scales
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None,
+            weight,
+            x_scale,
+            weight_scale,
+        )
+        a, b = (x_codes, x_exponents, x_scale), (weight_codes, weight_exponents, weight_scale)
+        return _fp8_gemm(a, b, "e4m3", x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        scale = ctx.scales.scale("gradient")
+        dx = dweight = amax = None
+        if ctx.needs_input_grad[0]:
+            codes, exponents, amax = _fp8_quantize(dy, scale, "e5m2")
+            b = (*_fp8_quantize(weight.T, weight_scale, "e4m3")[:2], weight_scale)
+            dx = _fp8_gemm((codes, exponents, scale), b, "e5m2", dy)
+        if ctx.needs_input_grad[1]:
+            codes, exponents, amax = _fp8_quantize(dy.T, scale, "e5m2")
+            b = (*_fp8_quantize(x.T, x_scale, "e4m3")[:2], x_scale)
+            dweight = _fp8_gemm((codes, exponents, scale), b, "e5m2", dy).to(weight.dtype)
+        if ctx.scales.training and amax is not None:
+            ctx.scales.update("gradient", amax)
+        return dx, dweight, None
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scales: DelayedScale) -> Tensor:
+    """Multiply x (..., in) by weight (out, in) transposed in 8 bits, (..., out) in x's dtype; "in" a multiple of 128.
+
+    Forward E4M3 by E4M3, gradients E5M2 by E4M3; a power-of-two scale per 32 values along each contraction under
+    the delayed tensor scales, whose history moves only while scales.training is set. Formats: arXiv 2209.05433.
+    """
+    _require_microscaled_input("x", x)
+    _require(
+        weight.dim() == 2 and weight.shape[1] == x.shape[-1] and weight.shape[0] > 0,
+        f"weight must have shape (out, {x.shape[-1]}), got {tuple(weight.shape)}",
+    )
+    _require_microscaled_input("weight", weight)
+    _require(isinstance(scales, DelayedScale), f"scales must be a DelayedScale, got {type(scales).__name__}")
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] == 0:
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
+    return _FP8Linear.apply(flat, weight, scales).view(*x.shape[:-1], weight.shape[0])
+
+
+# ---------------------------------------------------------------------------
+# Layer primitives: the projection and the norm that every block is built from
+
+# a step (decoding) call has at most this many rows; longer calls are training, prefill or evaluation
+STEP_ROWS = 16
+
+
+class Projection(nn.Module):
+    """Linear map x (..., d_in) -> (..., d_out) without bias; float32 master weight, product in x's type.
+
+    precision: "wide" multiplies in x's own type, "fp8" and "fp4" quantise both operands (microscaled formats).
+    `forward` serves sequences; `step` serves decoding, where a row's result must not depend on how many rows there
+    are (fixed tiles, fixed split), so that drafts never change a token.
+    """
+
+    def __init__(self, d_in: int, d_out: int, precision: str = "wide") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+        self.precision = precision
+        self.delayed_scale = DelayedScale() if precision == "fp8" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.precision == "fp4":
+            return microscaled_fp4_gemm(x, self.weight)
+        if self.precision == "fp8":
+            return fp8_linear(x, self.weight, self.delayed_scale)
+        # the vendor's product: 688 TFLOP/s on one H200 at 8192 x 3584 x 11008; ours is for where it has none (fused
+        # epilogues, quantised operands, fixed order)
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def step(self, x: Tensor) -> Tensor:
+        """Map x (B, N, d_in), B * N <= STEP_ROWS, each row alone and bit for bit the same in any company."""
+        return linear_product(x, self.weight.to(x.dtype))
+
+
+class RootMeanSquareNorm(nn.Module):
+    """Root-mean-square norm whose gain is stored as an offset: gain = start * (1 + offset), offset starts at 0.
+
+    Weight decay then pulls the gain home to `start` and not to zero.
+    """
+
+    def __init__(self, dim: int, eps: float, start: float = 1.0) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+        self.start = start
+
+    def gain(self) -> Tensor:
+        """Return the gain (D,), float32."""
+        return self.start * (1.0 + self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fused_rmsnorm(x, self.gain(), self.eps)

@@ -1,0 +1,1382 @@
+"""Token files, preparation of text, packed batches, and the length curriculum.
+
+What this file is: everything between files on disk and the tensors of one optimizer step. It knows no model and no
+loss, and never prints: callers print what `describe()` and the returned notes say.
+
+Packing. Documents are concatenated in an order drawn from (seed, epoch); the epochs follow each other in one endless
+stream. A row is a window of T stream tokens, the next row starts T tokens later. Each row reads T + 3 tokens, so that
+targets (t + 1) and draft targets (t + 2, t + 3) cross row ends; none crosses a document end:
+
+    stream      a a a a | b b b b b b | c c        T = 5
+    row 0       a a a a b    targets  a a a - b    doc_start  0 0 0 0 4
+    row 1       b b b b b    targets  b b b b -    doc_start  0 0 0 0 0
+
+A document longer than the rest of its row goes on in the next row as a new start (doc_start 0 there): no state is
+carried between rows. Every token but a document's first is a target exactly once an epoch. Where a step begins in the
+stream follows from the stages alone, so a batch is a pure function of (seed, step), whatever the ranks.
+
+Errors that a user can cause are one-line ValueErrors: what, the value found, the value needed, what to do.
+Letters: B rows of a batch, T tokens of a row, W vocabulary.
+"""
+
+import ast
+import bisect
+import codecs
+import contextlib
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import math
+import os
+import sysconfig
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_config import CurriculumConfig
+
+__all__ = [  # noqa: RUF022 (file order)
+    "TokenFile", "open_tokens", "TokenWriter", "write_tokens",
+    "encode_prompt", "bytes_of_id", "decode_bytes", "TextDecoder",
+    "SplitReport", "PrepareReport", "prepare", "demo_corpus",
+    "CurriculumStage", "build_curriculum",
+    "Batch", "StepPlan", "PackedSequenceDataLoader", "long_share",
+    "doc_start_from_cu_seqlens", "reset_flags", "boundary_indices", "attention_tile_map",
+    "validation_batches", "token_byte_lengths", "unigram_bits_per_byte", "xz_bits_per_byte",
+]  # fmt: skip
+
+# ---------------------------------------------------------------------------
+# Shared helpers
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _sidecar(path: Path, suffix: str) -> Path:
+    """tokens.bin, ".ends.bin" -> tokens.ends.bin"""
+    return path.with_name(path.stem + suffix)
+
+
+class _AtomicFile:
+    """A file under a temporary name until publish(): readers see the old file or the whole new one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._temporary = path, path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        self._file = open(self._temporary, "wb")
+        self.write = self._file.write
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        os.replace(self._temporary, self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def close(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    with contextlib.closing(_AtomicFile(path)) as file:
+        file.write(data)
+        file.sync()
+        file.publish()
+
+
+def _hash_indices(count: int, *key: object) -> np.ndarray:
+    """64 well-mixed bits for each index below count, the same on every machine and library version."""
+    salt = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little")
+    z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+# ---------------------------------------------------------------------------
+# Token files: reading
+
+_FACTS_KIND = "token-file-facts"
+_RAW_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+# dtype codes of an .idx file (6 and 7 are floating point)
+_INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+# headers of 256 int32, which begin with magic, version and count
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_HEADER_BYTES = 1024
+_NOT_IDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
+_SCAN_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """An open token file: memory-mapped ids, document ends, response mask and what is known about them."""
+
+    path: Path
+    format: str
+    ids: np.ndarray
+    ends: np.ndarray  # (documents,) int64, cumulative, exclusive
+    ends_source: str
+    mask: np.ndarray | None  # uint8 per token, 1 = this token is a supervised target
+    facts: dict[str, Any]  # X.json, {} without one
+    vocab_size: int | None
+    largest: int
+    supervised: int  # targets with weight 1 in one epoch
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+    def describe(self) -> list[str]:
+        """Return the lines to print: what was found, and in which file."""
+        vocabulary = "not stated" if self.vocab_size is None else f"{self.vocab_size:,}"
+        mask = "no mask: every target counts" if self.mask is None else "response mask"
+        return [
+            f"data: {self.path} is {self.format}, {8 * self.ids.dtype.itemsize} bits an id",
+            f"ids: {len(self):,}, largest {self.largest:,}, vocabulary {vocabulary}",
+            f"documents: {len(self.ends):,} ({self.ends_source}), longest {int(self.lengths.max()):,} tokens",
+            f"supervised tokens: {self.supervised:,} ({mask})",
+        ]
+
+    def read_tokenizer(self) -> str | None:
+        """Return the tokenizer.json beside the file, or None; refuse one that the ids were not made with."""
+        path = self.path.with_name(self.facts.get("tokenizer", "tokenizer.json"))
+        if not path.is_file():
+            return None
+        data = path.read_bytes()
+        found, made_with = hashlib.sha256(data).hexdigest(), self.facts.get("tokenizer_sha256")
+        if made_with not in (None, found):
+            wrong = f"{path} has sha256 {found[:12]}, but {self.path.name} was made with {made_with[:12]}"
+            raise ValueError(f"{wrong}; restore that tokenizer or run `prepare` again")
+        return data.decode("utf-8")
+
+
+def open_tokens(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    doc_id: int | None = None,
+    doc_at: str = "end",
+    vocab_size: int | None = None,
+) -> TokenFile:
+    """Open a token file, recognised by content, and check every byte of it once.
+
+    Args:
+        dtype: width of a raw file ("uint16" or "uint32") where neither facts nor content should decide.
+        doc_id: id that stands at each document's `doc_at` ("start" or "end"); used where no file states the ends.
+        vocab_size: ids must be below it; None takes the one in X.json, if any.
+    """
+    path = Path(path)
+    _require(doc_at in ("start", "end"), f"doc_at must be 'start' or 'end', got {doc_at!r}")
+    _require(dtype is None or dtype in _RAW_DTYPES, f"dtype must be uint16 or uint32, got {dtype!r}")
+    _require(path.exists(), f"{path} does not exist; give the path of a token file, or make one with `prepare`")
+    _require(not path.is_dir(), f"{path} is a directory; give one token file, or run `prepare` on a folder of text")
+    if path.suffix == ".idx":
+        path = path.with_suffix(".bin")
+        _require(path.is_file(), f"{path} does not exist, but the index beside it does; copy both files")
+    _require(path.stat().st_size > 0, f"{path} is empty (0 bytes); a token file needs at least 2 ids")
+
+    facts = _read_facts(path)
+    kind, ids, index_ends = _map_ids(path, dtype, facts)
+    count, bits = len(ids), 8 * ids.itemsize
+    _require(count >= 2, f"{path} holds {count} id; training needs at least 2")
+    found = f"{count:,} ids of {ids.dtype.name}"
+    stated = f"{facts.get('count', count):,} ids of {facts.get('dtype', ids.dtype.name)}"
+    _require(found == stated, f"{path} holds {found}, but {path.stem}.json says {stated}; copy both again")
+    vocab_size = facts.get("vocab_size") if vocab_size is None else vocab_size
+    narrow = f"{path} stores {bits}-bit ids (largest {(1 << bits) - 1:,}), but the vocabulary is {vocab_size}"
+    _require(vocab_size is None or vocab_size <= 1 << bits, f"{narrow}; ids would have wrapped: write 32-bit ids")
+
+    ends, source = _document_ends(path, ids, index_ends, doc_id, doc_at)
+    mask = _map_mask(path, count)
+    scan = _scan(path, ids, mask, needs_digest="sha256" in facts)
+    _check_values(path, ids, mask, scan, facts.get("sha256"), vocab_size)
+    supervised = count - len(ends)
+    if mask is not None:
+        supervised = scan["mask_ones"] - int(mask[0]) - int(np.count_nonzero(mask[ends[:-1]]))
+    _require(supervised > 0, f"{path}: supervised tokens = 0; give documents of 2 tokens, and a mask with 1 at targets")
+    return TokenFile(
+        path=path, format=kind, ids=ids, ends=ends, ends_source=source, mask=mask, facts=facts, vocab_size=vocab_size,
+        largest=scan["largest"], supervised=supervised,
+    )  # fmt: skip
+
+
+def _check_values(
+    path: Path, ids: np.ndarray, mask: np.ndarray | None, scan: dict, digest: str | None, vocab_size: int | None
+) -> None:
+    changed = digest is not None and scan["sha256"] != digest
+    _require(not changed, f"{path} was changed or damaged: its sha256 differs from {path.stem}.json; copy it again")
+    limit = math.inf if vocab_size is None else vocab_size
+    if scan["smallest"] < 0 or scan["largest"] >= limit:
+        at = _first(ids, lambda chunk: (chunk < 0) | (chunk >= limit))
+        wrong = f"{path}: id {int(ids[at]):,} at token {at:,} must be in 0..{limit - 1:,}"
+        raise ValueError(f"{wrong} (largest id found: {scan['largest']:,}); use the tokenizer that made the file")
+    if mask is not None and scan["mask_largest"] > 1:
+        at = _first(mask, lambda chunk: chunk > 1)
+        raise ValueError(
+            f"{path}: its mask must hold only 0 and 1, got {int(mask[at])} at token {at:,}; write it again"
+        )
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """X.json, where it is one of ours; another JSON file of that name says nothing about the ids."""
+    file = _sidecar(path, ".json")
+    if not file.is_file():
+        return {}
+    try:
+        facts = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} must be JSON, got: {error}; delete it or restore it") from None
+    return facts if isinstance(facts, dict) and facts.get("kind") == _FACTS_KIND else {}
+
+
+def _map_ids(path: Path, dtype: str | None, facts: dict) -> tuple[str, np.ndarray, np.ndarray | None]:
+    """-> (format, ids, document ends if the format has them)"""
+    with open(path, "rb") as file:
+        head = file.read(4096)
+    index_ends = None
+    if head.startswith(b"\x93NUMPY"):
+        kind, ids = "NumPy .npy", _map_numpy(path)
+    elif path.with_suffix(".idx").is_file():
+        kind, (ids, index_ends) = "raw ids with a .idx index", _map_indexed(path)
+    elif header := _header_dtype(path, head):
+        kind, ids = "ids after a 1,024-byte header", _map_flat(path, header, _HEADER_BYTES)
+    else:
+        if dtype is None and not facts:
+            _refuse_text(path, head)
+        stated = dtype or facts.get("dtype") or _guess_width(path)
+        _require(stated in _RAW_DTYPES, f"{path.stem}.json: dtype must be uint16 or uint32, got {stated!r}")
+        return f"raw {stated}", _map_flat(path, _RAW_DTYPES[stated], 0), None
+    stated = ids.dtype.name
+    _require(dtype in (None, stated), f"{path} is {kind} and states {stated}, not {dtype}; leave dtype out")
+    return kind, ids, index_ends
+
+
+def _map_flat(path: Path, dtype: str, offset: int) -> np.ndarray:
+    width, size = np.dtype(dtype).itemsize, path.stat().st_size - offset
+    odd = f"{path} has {size:,} bytes of ids, {size % width} more than a multiple of {width}"
+    _require(size % width == 0, f"{odd}; the copy is cut off, or the width is another one (--dtype)")
+    _require(size > 0, f"{path} holds 0 ids; training needs at least 2")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
+
+
+def _map_numpy(path: Path) -> np.ndarray:
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError, SyntaxError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} must be a whole .npy file, got: {reason}; save or copy it again") from None
+    whole = ids.ndim == 1 and ids.dtype.kind in "ui"
+    _require(whole, f"{path} must hold a list of integers, got {ids.dtype} of shape {ids.shape}; flatten and cast it")
+    return ids
+
+
+def _map_indexed(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and document ends by the .idx layout: magic, u64 version, u8 dtype, u64 sequences, u64 documents + 1, then
+    int32 lengths, int64 byte offsets, int64 document bounds (and one int8 mode a sequence, where multimodal)."""
+    index = path.with_suffix(".idx")
+    data = index.read_bytes()
+
+    def check(condition: bool, what: str) -> None:
+        _require(condition, f"{index}: {what}; copy both files again, or move the .idx away to read the ids raw")
+
+    check(data.startswith(_INDEX_MAGIC) and len(data) >= 34, f"no whole index header in its {len(data)} bytes")
+    version, code = int.from_bytes(data[9:17], "little"), data[17]
+    sequences, documents = (int.from_bytes(data[i : i + 8], "little") for i in (18, 26))
+    check(version == 1, f"version must be 1, got {version}")
+    check(code in _INDEX_DTYPES, f"dtype code must be one of {sorted(_INDEX_DTYPES)}, got {code}")
+    size = 34 + 12 * sequences + 8 * documents
+    whole = sequences > 0 and len(data) in (size, size + sequences)
+    check(whole, f"{len(data):,} bytes, but {sequences:,} sequences and {documents:,} document bounds need {size:,}")
+    lengths = np.frombuffer(data, "<i4", sequences, 34).astype(np.int64)
+    offsets = np.frombuffer(data, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(data, "<i8", documents, 34 + 12 * sequences)
+    ids = _map_flat(path, _INDEX_DTYPES[code], 0)
+    ends = np.cumsum(lengths)
+    check(bool((lengths >= 0).all()), f"a sequence length is negative ({lengths.min()})")
+    check(bool((offsets == (ends - lengths) * ids.itemsize).all()), "the sequences are not stored one after another")
+    check(int(ends[-1]) == len(ids), f"{int(ends[-1]):,} ids are indexed, but {path.name} holds {len(ids):,}")
+    rising = documents >= 2 and bounds[0] == 0 and bounds[-1] == sequences and bool((np.diff(bounds) >= 0).all())
+    check(rising, f"the document bounds must rise from 0 to {sequences}")
+    document_ends = np.concatenate([[0], ends])[bounds[1:]]
+    return ids, np.unique(document_ends[document_ends > 0])  # an empty document has no token
+
+
+def _header_dtype(path: Path, head: bytes) -> str | None:
+    """The dtype that a 1,024-byte header states, None without one. A raw file may begin with a magic number by chance:
+    an unknown version counts as a header only when the rest of it is zero."""
+    if len(head) < 12:
+        return None
+    magic, version, count = (int.from_bytes(head[i : i + 4], "little") for i in (0, 4, 8))
+    dtype = _HEADERS.get((magic, version))
+    if dtype is not None:
+        size, needed = path.stat().st_size, _HEADER_BYTES + count * np.dtype(dtype).itemsize
+        cut = f"{path} has {size:,} bytes, but its header states {count:,} ids, which need {needed:,}"
+        _require(size == needed, f"{cut}; the copy is cut off: copy it again")
+        return dtype
+    known = [v for m, v in _HEADERS if m == magic]
+    chance = not known or len(head) < _HEADER_BYTES or any(head[12:_HEADER_BYTES])
+    _require(chance, f"{path} has a token header (magic {magic}) of version {version}, needs {known}; convert it")
+    return None
+
+
+def _refuse_text(path: Path, head: bytes) -> None:
+    name = next((name for magic, name in _NOT_IDS.items() if head.startswith(magic)), None)
+    if name is None and len(head) >= 32 and min(head) >= 9 and not any(13 < byte < 32 for byte in head):
+        with contextlib.suppress(UnicodeDecodeError):
+            codecs.getincrementaldecoder("utf-8")().decode(head)
+            name = "text"
+    _require(name is None, f"{path} holds {name}, not token ids; run `prepare` on it first, or state --dtype")
+
+
+def _guess_width(path: Path) -> str:
+    """uint32 if the upper halves of the words look like it: nearly all 0, or all small beside varied lower halves."""
+    if path.stat().st_size % 4:
+        return "uint16"
+    words = np.memmap(path, dtype="<u2", mode="r")
+    middle = len(words) // 4 * 2
+    sample = np.concatenate([words[: 1 << 19], words[middle : middle + (1 << 19)]])
+    low, high = sample[0::2], sample[1::2]
+    nearly_all_zero = (high == 0).mean() > 0.9 and (low != 0).mean() > 0.1
+    all_small = high.max() < 64 and (low >= 64).mean() > 0.5
+    return "uint32" if nearly_all_zero or all_small else "uint16"
+
+
+def _document_ends(
+    path: Path, ids: np.ndarray, index_ends: np.ndarray | None, doc_id: int | None, doc_at: str
+) -> tuple[np.ndarray, str]:
+    count, unused = len(ids), "" if doc_id is None else f"; doc_id {doc_id} not needed"
+    for file in (_sidecar(path, ".ends.bin"), path.with_name(path.name + ".index")):
+        if file.is_file():
+            return _read_ends(file, count), file.name + unused
+    if index_ends is not None:
+        return index_ends, path.with_suffix(".idx").name + unused
+    if doc_id is None:
+        return np.array([count], np.int64), "one stream: no ends file, no doc_id"
+    at = [i + np.flatnonzero(ids[i : i + _SCAN_TOKENS] == doc_id) for i in range(0, count, _SCAN_TOKENS)]
+    marks = np.concatenate(at).astype(np.int64)
+    _require(len(marks) > 0, f"{path}: doc_id {doc_id} does not occur in {count:,} ids; give the id between documents")
+    inner = marks[marks > 0] if doc_at == "start" else marks[marks < count - 1] + 1
+    return np.append(inner, count), f"id {doc_id} at each document's {doc_at}"
+
+
+def _read_ends(file: Path, count: int) -> np.ndarray:
+    size = file.stat().st_size
+    _require(size > 0 and size % 8 == 0, f"{file} must hold 8-byte unsigned ends, got {size} bytes; write it again")
+    ends = np.fromfile(file, "<u8")
+    before = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
+    if (fall := ends <= before).any():
+        at = int(np.argmax(fall))
+        raise ValueError(f"{file}: document ends must increase, got {ends[at]} after {before[at]} at entry {at}")
+    last = int(ends[-1])
+    _require(last == count, f"{file}: the last document ends at {last:,}, but there are {count:,} ids; write it again")
+    return ends.astype(np.int64)
+
+
+def _map_mask(path: Path, count: int) -> np.ndarray | None:
+    for file in (_sidecar(path, ".mask.bin"), path.with_name(path.name + ".loss")):
+        if file.is_file():
+            size = file.stat().st_size
+            _require(size == count, f"{file} has {size:,} bytes, but there are {count:,} ids; write one byte an id")
+            return np.memmap(file, dtype=np.uint8, mode="r")
+    return None
+
+
+def _first(values: np.ndarray, test: Callable[[np.ndarray], np.ndarray]) -> int:
+    hits = ((i, test(values[i : i + _SCAN_TOKENS])) for i in range(0, len(values), _SCAN_TOKENS))
+    return next(begin + int(np.argmax(found)) for begin, found in hits if found.any())
+
+
+def _scan(path: Path, ids: np.ndarray, mask: np.ndarray | None, *, needs_digest: bool) -> dict[str, Any]:
+    """Extremes of ids and mask from one pass over the data, kept in X.scan.json until either file changes.
+
+    Where the folder cannot be written, the next start makes the pass again."""
+    cache = _sidecar(path, ".scan.json")
+    key = [_fingerprint(path), ids.dtype.str, None if mask is None else _fingerprint(Path(mask.filename))]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not ours
+        known = json.loads(cache.read_text("utf-8"))
+        if known["key"] == key and (known["sha256"] or not needs_digest):
+            return known
+    chunks = [ids[i : i + _SCAN_TOKENS] for i in range(0, len(ids), _SCAN_TOKENS)]
+    found: dict[str, Any] = {
+        "key": key,
+        "smallest": min(int(chunk.min()) for chunk in chunks),
+        "largest": max(int(chunk.max()) for chunk in chunks),
+        "sha256": None,
+        "mask_largest": 0 if mask is None else int(mask.max()),
+        "mask_ones": 0 if mask is None else int(np.count_nonzero(mask)),
+    }
+    if needs_digest:
+        with open(path, "rb") as file:
+            found["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    with contextlib.suppress(OSError):
+        _write_atomically(cache, json.dumps(found).encode())
+    return found
+
+
+def _fingerprint(path: Path) -> list:
+    """Size, time of change and a digest of the first and last 64 KiB."""
+    status = path.stat()
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read(1 << 16))
+        file.seek(max(0, status.st_size - (1 << 16)))
+        digest.update(file.read())
+    return [status.st_size, status.st_mtime_ns, digest.hexdigest()]
+
+
+# ---------------------------------------------------------------------------
+# Token files: writing
+
+
+class TokenWriter:
+    """Stream documents into X.bin, X.ends.bin, X.mask.bin (where masks are given) and X.json; use it in a `with`.
+
+    Everything is written and flushed under temporary names first; an exception leaves the old files as they were. Then
+    the old X.bin goes, and the new one comes after its ends and mask, so that a crash between never mixes old and new.
+    Ids are 16 bits wide iff the vocabulary fits."""
+
+    def __init__(
+        self, path: str | Path, *, vocab_size: int, dtype: str | None = None, facts: dict | None = None
+    ) -> None:
+        _require(1 <= vocab_size <= 1 << 32, f"vocab_size must be in 1..4,294,967,296, got {vocab_size}")
+        self.dtype = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
+        _require(self.dtype in _RAW_DTYPES, f"dtype must be uint16 or uint32, got {dtype!r}")
+        fits = self.dtype == "uint32" or vocab_size <= 1 << 16
+        _require(fits, f"a vocabulary of {vocab_size} does not fit uint16 (largest id 65,535); write uint32")
+        self.path, self.vocab_size, self.facts, self.count = Path(path), vocab_size, facts or {}, 0
+        self._ends, self._digest = array("Q"), hashlib.sha256()
+        self._file, self._mask = _AtomicFile(self.path), None
+
+    @property
+    def documents(self) -> int:
+        return len(self._ends)
+
+    def add(self, ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray | None = None) -> None:
+        """Append ids to the current document; give a mask (0 or 1 per id) with every call or with none."""
+        values = np.asarray(ids, dtype=np.int64)
+        if (bad := (values < 0) | (values >= self.vocab_size)).any():
+            at = int(np.argmax(bad))
+            place = f"id {values[at]} at token {self.count + at:,}"
+            raise ValueError(f"{self.path}: {place} must be below the vocabulary {self.vocab_size}")
+        if mask is not None and self._mask is None and self.count == 0:
+            self._mask = _AtomicFile(_sidecar(self.path, ".mask.bin"))
+        _require((mask is None) == (self._mask is None), "a mask must be given with every add() or with none")
+        if self._mask is not None:
+            weights = np.asarray(mask)
+            _require(weights.shape == values.shape, f"mask must have {len(values)} values, got {weights.size}")
+            _require(bool(np.isin(weights, (0, 1)).all()), "mask must hold only 0 and 1")
+            self._mask.write(weights.astype(np.uint8).tobytes())
+        data = values.astype(_RAW_DTYPES[self.dtype]).tobytes()
+        self._digest.update(data)
+        self._file.write(data)
+        self.count += len(values)
+
+    def end_document(self) -> None:
+        """Close the current document; one without ids is dropped."""
+        if self.count > (self._ends[-1] if self._ends else 0):
+            self._ends.append(self.count)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            for file in filter(None, (self._file, self._mask)):
+                stack.enter_context(contextlib.closing(file))
+            if kind is None:
+                self._commit(stack)
+
+    def _commit(self, stack: contextlib.ExitStack) -> None:
+        self.end_document()
+        _require(self.count > 0, f"{self.path}: no id was written; a token file needs at least 2")
+        known = {"kind": _FACTS_KIND, "dtype": self.dtype, "count": self.count, "documents": self.documents}
+        facts = self.facts | known | {"vocab_size": self.vocab_size, "sha256": self._digest.hexdigest()}
+        ends, described = (_AtomicFile(_sidecar(self.path, suffix)) for suffix in (".ends.bin", ".json"))
+        for file in (ends, described):
+            stack.enter_context(contextlib.closing(file))
+        ends.write(np.asarray(self._ends, dtype="<u8").tobytes())
+        described.write((json.dumps(facts, indent=1, sort_keys=True) + "\n").encode())
+        files = [file for file in (ends, self._mask, self._file, described) if file is not None]
+        for file in files:
+            file.sync()
+        for old in (self.path, _sidecar(self.path, ".mask.bin"), _sidecar(self.path, ".scan.json")):
+            old.unlink(missing_ok=True)
+        for file in files:
+            file.publish()
+
+
+def write_tokens(
+    path: str | Path,
+    documents: Iterable[Sequence[int] | np.ndarray],
+    *,
+    vocab_size: int,
+    masks: Iterable[Sequence[int] | np.ndarray] | None = None,
+    dtype: str | None = None,
+    facts: dict | None = None,
+) -> None:
+    """Write documents (and one mask each) as X.bin with its sidecars, through TokenWriter."""
+    with TokenWriter(path, vocab_size=vocab_size, dtype=dtype, facts=facts) as writer:
+        pairs = ((ids, None) for ids in documents) if masks is None else zip(documents, masks, strict=True)
+        for ids, mask in pairs:
+            writer.add(ids, mask)
+            writer.end_document()
+
+
+# ---------------------------------------------------------------------------
+# Tokenizer: training, encoding, decoding
+
+_END_OF_TEXT = "<|endoftext|>"
+# words with their leading space, digits by threes, punctuation runs, line ends, spaces
+_SPLIT = r" ?[\p{L}\p{M}]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError("encoding text needs the `tokenizers` package, found none; pip install tokenizers") from None
+    return tokenizers
+
+
+def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """Train a byte-level BPE of at most vocab_size ids; id 0 ends a document."""
+    lib = _tokenizers()
+    _require(vocab_size >= 257, f"vocab_size must be at least 257 (256 bytes and one special id), got {vocab_size}")
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = lib.pre_tokenizers.Split(lib.Regex(_SPLIT), "isolated")
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[_END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
+
+
+def _load_tokenizer(tokenizer_json: str) -> Any:
+    """A tokenizer that reads special names in a text as ordinary characters, so that no text can end a document."""
+    try:
+        tokenizer = _tokenizers().Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"tokenizer.json could not be read: {str(error).splitlines()[0]}; make it again") from None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode_prompt(tokenizer_json: str, text: str) -> list[int]:
+    """Encode text as ids, without any special id; the names of special tokens are ordinary text."""
+    return _load_tokenizer(tokenizer_json).encode(text, add_special_tokens=False).ids
+
+
+def bytes_of_id(tokenizer_json: str) -> list[bytes]:
+    """Return the UTF-8 bytes of each id of a byte-level tokenizer.json: none for special ids, 0xff for unused ones."""
+    try:
+        parsed = json.loads(tokenizer_json)
+        vocabulary, added = parsed["model"]["vocab"], parsed.get("added_tokens") or []
+        size = 1 + max(itertools.chain(vocabulary.values(), (token["id"] for token in added)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("tokenizer.json must be a byte-level BPE vocabulary; make one with `prepare`") from None
+    # each byte has a printable stand-in: itself where printable, else the next free character from 256 on
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    table = [b"\xff"] * size
+    names = {token["content"] for token in added}
+    for text, index in vocabulary.items():
+        if text not in names:
+            strange = next((char for char in text if char not in byte_of), None)
+            _require(strange is None, f"tokenizer.json must be byte-level, but id {index} holds {strange!r}")
+            table[index] = bytes(byte_of[char] for char in text)
+    for token in added:
+        table[token["id"]] = b"" if token.get("special") else token["content"].encode("utf-8")
+    return table
+
+
+def decode_bytes(tokenizer_json: str, ids: Iterable[int]) -> bytes:
+    """Return the bytes of all ids joined; an id that the tokenizer lacks gives 0xff, which no UTF-8 text holds."""
+    table = bytes_of_id(tokenizer_json)
+    return b"".join(table[i] if i < len(table) else b"\xff" for i in ids)
+
+
+class TextDecoder:
+    """Turn ids into text as they come, without a tokenizer library.
+
+    Bytes wait until their character is whole, invalid ones become U+FFFD, and flush() gives what is left, so the joined
+    output always equals the joined bytes decoded at once with errors="replace"."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self._table = bytes_of_id(tokenizer_json)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def decode(self, token: int) -> str:
+        """Return the characters that this id completes, often one word, sometimes none."""
+        return self._decoder.decode(self._table[token] if token < len(self._table) else b"\xff")
+
+    def flush(self) -> str:
+        """Return what an unfinished character leaves (U+FFFD) and start afresh."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+# ---------------------------------------------------------------------------
+# Preparation: text to token files
+
+# longest text of one encoding and encodings of one parallel call: at most 8 M characters are in the library at a time
+_PIECE_CHARS = 1 << 15
+_BATCH_PIECES = 256
+_OPENERS: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """One token file that prepare() wrote."""
+
+    path: Path
+    documents: int
+    tokens: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport:
+    """What prepare() wrote."""
+
+    train: SplitReport
+    validation: SplitReport | None
+    tokenizer: Path
+    vocab_size: int
+    skipped: tuple[str, ...]  # "file:line: reason" of each malformed input
+    notes: tuple[str, ...]
+
+    def describe(self) -> list[str]:
+        """Return the lines to print."""
+        lines = [f"tokenizer: {self.tokenizer}, {self.vocab_size:,} ids"]
+        for name, split in (("training", self.train), ("validation", self.validation)):
+            if split is not None:
+                size = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
+                lines.append(f"{name}: {split.path}, {size} ({split.text_bytes / split.tokens:.2f} a token)")
+        return [*lines, *self.notes, *(f"skipped {reason}" for reason in self.skipped)]
+
+
+def prepare(
+    text_paths: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    vocab_size: int = 16_384,
+    tokenizer: str | Path | None = None,
+    validation_fraction: float = 0.05,
+    validation_documents: int | None = None,
+    join_source: bool = False,
+    skip_bad: bool = False,
+    seed: int = 0,
+) -> PrepareReport:
+    """Make out/tokens.bin and out/tokens.val.bin with their sidecars, and out/tokenizer.json, from text.
+
+    Args:
+        text_paths: files or folders: .jsonl with a "text" field a line, anything else one UTF-8 document a file; .gz
+            and .xz are unpacked.
+        tokenizer: path of a tokenizer.json to use; None trains one of vocab_size ids on the training split.
+        validation_fraction: share of whole documents to hold out, drawn by a hash of (seed, number of the document).
+        validation_documents: how many to hold out instead.
+        join_source: join neighbouring documents of one "source" (for files: of one folder) into one long document.
+        skip_bad: leave out malformed lines and files instead of refusing.
+    """
+    inputs = [Path(text_paths)] if isinstance(text_paths, (str, Path)) else [Path(path) for path in text_paths]
+    _require(0 <= validation_fraction < 1, f"validation_fraction must be in [0, 1), got {validation_fraction}")
+    files = [found for path in inputs for found in _text_files(path)]
+    bad: list[str] = []
+    sizes = [len(text.encode("utf-8")) for text in _texts(files, join_source, bad)]
+    refused = f"{len(bad)} malformed inputs: {'; '.join(bad[:5])}"
+    _require(skip_bad or not bad, f"{refused}; mend them, or pass --skip-bad to leave them out")
+    _require(len(sizes) > 0, f"no text found in {', '.join(map(str, inputs))}; give .jsonl with a text, or text files")
+    held, notes = _held_out(len(sizes), validation_fraction, validation_documents, seed), []
+    halves: tuple[str, ...] = ()
+    if len(sizes) == 1 and validation_fraction > 0 and validation_documents is None:
+        halves, held = _cut_end(next(_texts(files, join_source, [])), validation_fraction), {1}
+        notes.append(f"one document only: its last {len(halves[1]):,} characters are the validation split")
+
+    def texts() -> Iterable[str]:
+        return halves or _texts(files, join_source, [])
+
+    if tokenizer is None:
+        training = (piece for i, text in enumerate(texts()) if i not in held for piece in _pieces(text))
+        tokenizer_json = _train_tokenizer(training, vocab_size)
+    else:
+        _require(Path(tokenizer).is_file(), f"{tokenizer} does not exist; give a tokenizer.json, or none to train one")
+        tokenizer_json = Path(tokenizer).read_text("utf-8")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    splits, ids = _encode_splits(texts(), held, tokenizer_json, out, sum(sizes))
+    _write_atomically(out / "tokenizer.json", tokenizer_json.encode("utf-8"))
+    for stale in [] if held else list(out.glob("tokens.val.*")):
+        stale.unlink()
+    return PrepareReport(
+        train=splits[0], validation=splits[1] if held else None, tokenizer=out / "tokenizer.json", vocab_size=ids,
+        skipped=tuple(bad), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _text_files(path: Path) -> list[tuple[Path, str]]:
+    """-> (file, source) in a fixed order; the source of a file in a folder is its first folder below that one."""
+    _require(path.exists(), f"{path} does not exist; give a text file, a .jsonl file or a folder")
+    if not path.is_dir():
+        return [(path, str(path))]
+    inside = (p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file())
+    visible = [p for p in inside if not any(part.startswith(".") for part in p.parts)]
+    _require(len(visible) > 0, f"{path} is a folder without files; give one with text files")
+    return [(path / p, str(path / p.parts[0]) if len(p.parts) > 1 else str(path)) for p in visible]
+
+
+def _texts(files: list[tuple[Path, str]], join_source: bool, bad: list[str]) -> Iterator[str]:
+    """The documents that hold text; what is wrong with the others is appended to bad."""
+
+    def good() -> Iterator[tuple[str, str]]:
+        for where, source, text, fault in _read_documents(files):
+            if text is None:
+                bad.append(f"{where}: {fault}")
+            elif text:
+                yield source, text
+
+    if join_source:
+        groups = itertools.groupby(good(), key=lambda pair: pair[0])
+        return ("\n".join(text for _, text in group) for _, group in groups)
+    return (text for _, text in good())
+
+
+def _read_documents(files: list[tuple[Path, str]]) -> Iterator[tuple[str, str, str | None, str]]:
+    """-> (file or file:line, source, text or None, what is wrong with it)"""
+    for path, source in files:
+        lines = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix == ".jsonl"
+        try:
+            with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+                if not lines:
+                    yield str(path), source, *_read_text(file.read())
+                    continue
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{path}:{number}", *_read_record(line, source)
+        except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is cut off or not {path.suffix[1:]} data ({error}); copy it again") from None
+
+
+def _read_text(data: bytes) -> tuple[str | None, str]:
+    try:
+        return data.decode("utf-8-sig"), ""
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 at byte {error.start}"
+
+
+def _read_record(line: bytes, source: str) -> tuple[str, str | None, str]:
+    text, fault = _read_text(line)
+    if text is not None:
+        try:
+            record = json.loads(text)
+            record["text"].encode("utf-8")
+            return str(record.get("source", source)), record["text"], ""
+        except UnicodeEncodeError:
+            fault = "half a surrogate pair"
+        except ValueError as error:
+            fault = f"not JSON ({error})"
+        except (KeyError, TypeError, AttributeError, RecursionError):
+            fault = 'no "text" that is a string'
+    return source, None, fault
+
+
+def _held_out(count: int, fraction: float, documents: int | None, seed: int) -> set[int]:
+    """Numbers of the validation documents: those with the smallest hashes, so the choice is fixed by (seed, count)."""
+    wanted = documents
+    if wanted is None:
+        wanted = max(1, round(fraction * count)) if fraction > 0 and count > 1 else 0
+    _require(0 <= wanted < count, f"validation_documents must be below the {count} documents found, got {wanted}")
+    return set(np.argsort(_hash_indices(count, "validation", seed), kind="stable")[:wanted].tolist())
+
+
+def _cut_end(text: str, fraction: float) -> tuple[str, str]:
+    """Both parts of a lone document, cut behind the last line end before the wanted place, if there is one."""
+    _require(len(text) >= 2, f"the only document has {len(text)} character; give more text")
+    wanted = min(len(text) - 1, max(1, round((1 - fraction) * len(text))))
+    cut = text.rfind("\n", 0, wanted) + 1 or wanted
+    return text[:cut], text[cut:]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Parts of a long text. Between a line end and a visible character the split pattern always divides, so the ids of
+    the parts are those of the whole; only a text without such places is cut elsewhere."""
+    begin = 0
+    while len(text) - begin > _PIECE_CHARS:
+        end = begin + _PIECE_CHARS
+        cut = text.rfind("\n", begin + 1, end)
+        while cut > 0 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.rfind("\n", begin + 1, cut)
+        end = cut + 1 if cut > 0 else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def _encode_splits(
+    texts: Iterable[str], held: set[int], tokenizer_json: str, out: Path, total_bytes: int
+) -> tuple[list[SplitReport], int]:
+    """Encode in batches (all cores) and stream the splits to disk. -> (reports of the splits, number of ids)"""
+    from tqdm import tqdm
+
+    library = _load_tokenizer(tokenizer_json)
+    end = library.token_to_id(_END_OF_TEXT)
+    _require(end is not None, f"the tokenizer must have {_END_OF_TEXT} to end documents; train one by `prepare`")
+    vocabulary = max(library.get_vocab().values()) + 1
+    digest = hashlib.sha256(tokenizer_json.encode("utf-8")).hexdigest()
+    facts = {"eos_id": end, "bos_id": None, "doc_at": "end", "tokenizer": "tokenizer.json", "tokenizer_sha256": digest}
+    names = ["tokens.bin", "tokens.val.bin"][: 2 if held else 1]
+    # None closes a document
+    pieces = ((int(i in held), piece) for i, text in enumerate(texts) for piece in (*_pieces(text), None))
+    with contextlib.ExitStack() as stack:
+        opened = (TokenWriter(out / name, vocab_size=vocabulary, facts=facts | {"text_bytes": 0}) for name in names)
+        writers = [stack.enter_context(writer) for writer in opened]
+        bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding", disable=None))
+        while batch := list(itertools.islice(pieces, _BATCH_PIECES)):
+            encoded = library.encode_batch_fast([piece or "" for _, piece in batch], add_special_tokens=False)
+            for (split, piece), encoding in zip(batch, encoded, strict=True):
+                if piece is None:
+                    writers[split].add([end])
+                    writers[split].end_document()
+                else:
+                    size = len(piece.encode("utf-8"))
+                    writers[split].add(encoding.ids)
+                    writers[split].facts["text_bytes"] += size
+                    bar.update(size)
+    reports = [
+        SplitReport(path=w.path, documents=w.documents, tokens=w.count, text_bytes=w.facts["text_bytes"])
+        for w in writers
+    ]
+    return reports, vocabulary
+
+
+_DEMO_BYTES = 1_000_000
+_DEMO_SKIPPED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo"}
+
+
+def demo_corpus(folder: str | Path) -> Path:
+    """Write folder/demo.jsonl, about 1 MB of English prose that every Python carries, and return its path.
+
+    The language reference's topics, then docstrings of the standard library, one document a topic or module, read from
+    source without importing. The same Python version gives the same bytes."""
+    library = Path(sysconfig.get_path("stdlib"))
+    records, size = [], 0
+    for source, text in itertools.chain(_demo_topics(library), _demo_docstrings(library)):
+        records.append(json.dumps({"text": text, "source": source}))
+        size += len(text.encode("utf-8"))
+        if size >= _DEMO_BYTES:
+            break
+    _require(size > 0, f"{library} holds no Python sources to make a demonstration from; give text files instead")
+    path = Path(folder) / "demo.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_atomically(path, ("\n".join(records) + "\n").encode("utf-8"))
+    return path
+
+
+def _demo_topics(library: Path) -> Iterator[tuple[str, str]]:
+    path = library / "pydoc_data" / "topics.py"
+    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+            for _, text in sorted(ast.literal_eval(node.value).items()):
+                yield "topics", text
+
+
+def _demo_docstrings(library: Path) -> Iterator[tuple[str, str]]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for folder, inner, names in os.walk(library):
+        inner[:] = sorted(set(inner) - _DEMO_SKIPPED)
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # old escapes in other people's strings
+                    nodes = ast.walk(ast.parse(path.read_bytes()))
+            except (SyntaxError, ValueError):
+                continue  # a template, not a module
+            found = filter(None, (ast.get_docstring(node) for node in nodes if isinstance(node, documented)))
+            if text := "\n\n".join(found):
+                yield "docstrings", f"{path.relative_to(library).with_suffix('').as_posix()}\n\n{text}\n"
+
+
+# ---------------------------------------------------------------------------
+# Curriculum
+
+# length, percent of the tokens; phase 2 starts at 16,384
+_TIERS = (
+    (2_048,     30),
+    (4_096,     30),
+    (8_192,     30),
+    (16_384,    4),
+    (65_536,    3),
+    (131_072,   2),
+    (1_048_576, 1),
+)  # fmt: skip
+_PHASE_2_LENGTH = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurriculumStage:
+    """Consecutive steps of one row length."""
+
+    length: int
+    tokens: int  # steps * tokens_per_step
+    tokens_per_step: int  # a multiple of length
+    steps: int
+    min_document: int = 0  # documents longer than this come first; 0 = any
+
+
+def build_curriculum(
+    total_tokens: int, config: CurriculumConfig, *, max_context_len: int, corpus_tokens: int | None = None
+) -> tuple[list[CurriculumStage], list[str]]:
+    """Divide a token budget into stages of growing length; also return the notes to print.
+
+    Each tier takes whole steps of max(tokens_per_step, length) tokens in whole rows. What is left over, and the whole
+    budget of a tier that is too long for the budget, the corpus or the model, goes to the tier below, which the notes
+    name. A budget below one step of the lowest tier makes one smaller step."""
+    _require(total_tokens > 0, f"the token budget must be positive, got {total_tokens}")
+    if config.context is not None:
+        fits = config.context <= max_context_len
+        _require(fits, f"context must be at most {max_context_len:,}, got {config.context:,}")
+        tiers = [(config.context, 100)]
+    else:
+        divisor = config.length_divisor
+        _require(divisor <= _TIERS[0][0], f"length_divisor must be in 1..{_TIERS[0][0]:,}, got {divisor}")
+        tiers = [(length // divisor, share) for length, share in _TIERS]
+    budgets = [total_tokens * share // 100 for _, share in tiers]
+    budgets[0] += total_tokens - sum(budgets)
+
+    stages: list[CurriculumStage] = []
+    notes: list[str] = []
+    for index in reversed(range(len(tiers))):
+        length, budget = tiers[index][0], budgets[index]
+        per_step = max(1, config.tokens_per_step // length) * length
+        steps, fault = budget // per_step, ""
+        if length > max_context_len:
+            steps, fault = 0, f"rows are longer than the model's context of {max_context_len:,}"
+        elif corpus_tokens is not None and length > corpus_tokens:
+            steps, fault = 0, f"rows are longer than the corpus of {corpus_tokens:,} tokens"
+        elif steps == 0 and index == 0 and not stages and budget >= length:
+            per_step, steps = budget // length * length, 1
+        elif steps == 0:
+            fault = f"{budget:,} tokens are less than one step of {per_step:,}"
+        if steps:
+            sizes = {"tokens": steps * per_step, "tokens_per_step": per_step, "steps": steps}
+            stages.insert(0, CurriculumStage(length=length, **sizes))
+        rest = budget - steps * per_step
+        if index > 0:
+            budgets[index - 1] += rest
+        if rest:
+            where = f"go to length {tiers[index - 1][0]:,}" if index else "are not used"
+            notes.append(f"length {length:,}: {fault or 'whole steps only'}; {rest:,} tokens {where}")
+    _require(bool(stages), f"no length fits: {length:,}: {fault}; give more tokens or a smaller --context")
+    for below, index in zip(list(stages), range(1, len(stages)), strict=False):
+        if stages[index].length >= _PHASE_2_LENGTH // config.length_divisor:
+            stages[index] = replace(stages[index], min_document=below.length)
+    return stages, notes
+
+
+# ---------------------------------------------------------------------------
+# Packed batches
+
+_LOOKAHEAD = 3  # the target and two draft targets of a row's last token
+_IGNORED = -100  # target of a token that has none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One micro-batch. A target of -100 has weight 0; loss_weights is 0 as well where the response mask is."""
+
+    inputs: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    draft_targets: Tensor  # (2, B, T) int64, -100 where none or not a supervised token
+    loss_weights: Tensor  # (B, T) f32
+    doc_start: Tensor  # (B, T) int32
+    supervised: float  # sum of loss_weights
+    tokens: int  # B * T
+    offsets: tuple[int, ...]  # place of each row's first token in the file
+    target_bytes: int | None = None  # UTF-8 bytes of the supervised targets, where byte lengths were given
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Return the batch with its tensors on device."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items()})
+
+
+class _TokenStream:
+    """The endless concatenation of epochs, each a permutation of the documents given by order(epoch)."""
+
+    def __init__(self, tokens: TokenFile, order: Callable[[int], np.ndarray]) -> None:
+        self.tokens, self._order = tokens, order
+        self._starts, self._lengths = tokens.starts, tokens.lengths
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> (documents in order, their bounds in the epoch). A neighbour is kept, for steps that cross an epoch's end;
+        the dictionary is replaced, never changed, so that a prefetching thread may read it."""
+        known = self._epochs.get(epoch)
+        if known is None:
+            order = self._order(epoch)
+            known = order, np.concatenate([[0], np.cumsum(self._lengths[order])])
+            self._epochs = {e: kept for e, kept in self._epochs.items() if abs(e - epoch) == 1} | {epoch: known}
+        return known
+
+    def locate(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """For count stream positions: place in the file, and the stream position where the document starts."""
+        places, starts, size = [], [], len(self.tokens)
+        while count > 0:
+            epoch, offset = divmod(position, size)
+            part = min(count, size - offset)
+            order, bounds = self._epoch(epoch)
+            first = int(np.searchsorted(bounds, offset, side="right")) - 1
+            last = int(np.searchsorted(bounds, offset + part, side="left"))
+            begin, end = bounds[first:last], bounds[first + 1 : last + 1]
+            counts = np.minimum(end, offset + part) - np.maximum(begin, offset)
+            shift = self._starts[order[first:last]] - begin
+            places.append(np.repeat(shift, counts) + np.arange(offset, offset + part))
+            starts.append(np.repeat(begin + epoch * size, counts))
+            position, count = position + part, count - part
+        return np.concatenate(places), np.concatenate(starts)
+
+    def weights(self, places: np.ndarray, starts: np.ndarray, count: int, ahead: int) -> np.ndarray:
+        """(count,) bool: the token `ahead` places on is of the same document and a supervised target."""
+        allowed = starts[ahead : ahead + count] == starts[:count]
+        mask = self.tokens.mask
+        return allowed if mask is None else allowed & (mask[places[ahead : ahead + count]] != 0)
+
+    def batch(self, positions: Sequence[int], length: int, byte_lengths: np.ndarray | None = None) -> Batch:
+        """Build the rows that start at these stream positions."""
+        shape = (len(positions), length)
+        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        drafts = np.empty((2, *shape), np.int64)
+        loss_weights, doc_start = np.empty(shape, np.float32), np.empty(shape, np.int32)
+        offsets = []
+        for row, position in enumerate(positions):
+            places, starts = self.locate(position, length + _LOOKAHEAD)
+            ids = self.tokens.ids[places].astype(np.int64)  # (T + 3,)
+            inputs[row] = ids[:length]
+            targets[row] = np.where(starts[1 : length + 1] == starts[:length], ids[1 : length + 1], _IGNORED)
+            loss_weights[row] = self.weights(places, starts, length, 1)
+            for depth in (1, 2):
+                known = self.weights(places, starts, length, 1 + depth)
+                drafts[depth - 1, row] = np.where(known, ids[1 + depth : 1 + depth + length], _IGNORED)
+            doc_start[row] = np.maximum(starts[:length] - position, 0)
+            offsets.append(int(places[0]))
+        target_bytes = None if byte_lengths is None else int(byte_lengths[targets[loss_weights > 0]].sum())
+        return Batch(
+            inputs=torch.from_numpy(inputs),
+            targets=torch.from_numpy(targets),
+            draft_targets=torch.from_numpy(drafts),
+            loss_weights=torch.from_numpy(loss_weights),
+            doc_start=torch.from_numpy(doc_start),
+            supervised=float(loss_weights.sum(dtype=np.float64)),
+            tokens=inputs.size,
+            offsets=tuple(offsets),
+            target_bytes=target_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One optimizer step: its totals over all ranks, and this rank's micro-batches, built as they are iterated."""
+
+    step: int
+    stage: int
+    length: int
+    tokens: int  # all ranks
+    supervised: float  # all ranks: the loss denominator
+    draft_supervised: tuple[float, float]  # all ranks: the denominators of both draft depths
+    rows: tuple[int, ...]  # stream position of each row of this rank
+    rows_per_batch: int
+    stream: _TokenStream = field(repr=False)
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.rows_per_batch)
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"micro-batch must be in 0..{len(self) - 1}, got {index}")
+        begin = index * self.rows_per_batch
+        return self.stream.batch(self.rows[begin : begin + self.rows_per_batch], self.length)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
+
+
+class PackedSequenceDataLoader:
+    """Batches of every step of a curriculum, as a pure function of (seed, step).
+
+    Documents longer than the previous tier's rows are laid where the phase-2 stages will read (the longest tier chooses
+    first); the rest follow in hash order. Each epoch stays a permutation of the documents, so every target is still
+    seen once an epoch.
+
+    Args:
+        micro_batch_tokens: rows of one micro-batch = max(1, micro_batch_tokens // length).
+        rank, world_size: this process reads every world_size-th row of a step; the totals of the plan cover all ranks.
+            A step with fewer rows than ranks leaves some ranks without a micro-batch.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        stages: Sequence[CurriculumStage],
+        *,
+        seed: int,
+        micro_batch_tokens: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _require(len(stages) > 0, "the curriculum must have a stage, got none")
+        _require(0 <= rank < world_size, f"rank must be in 0..{world_size - 1}, got {rank}")
+        _require(micro_batch_tokens > 0, f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
+        for stage in stages:
+            whole = stage.tokens_per_step % stage.length == 0 and stage.tokens == stage.steps * stage.tokens_per_step
+            _require(whole and stage.steps > 0, f"a stage must hold whole rows and steps, got {stage}")
+        self.tokens, self.stages, self.seed = tokens, tuple(stages), seed
+        self.micro_batch_tokens, self.rank, self.world_size = micro_batch_tokens, rank, world_size
+        self._first_step = [0, *itertools.accumulate(stage.steps for stage in stages)]
+        self._first_token = [0, *itertools.accumulate(stage.tokens for stage in stages)]
+        self._stream = _TokenStream(tokens, self._document_order)
+
+    @property
+    def total_steps(self) -> int:
+        return self._first_step[-1]
+
+    @property
+    def total_tokens(self) -> int:
+        return self._first_token[-1]
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens read by all steps before this one (step = total_steps gives the total)."""
+        _require(0 <= step <= self.total_steps, f"step must be in 0..{self.total_steps}, got {step}")
+        if step == self.total_steps:
+            return self.total_tokens
+        stage = bisect.bisect_right(self._first_step, step) - 1
+        return self._first_token[stage] + (step - self._first_step[stage]) * self.stages[stage].tokens_per_step
+
+    def step_batches(self, step: int) -> StepPlan:
+        """Return the plan of an optimizer step: totals now, micro-batches when iterated."""
+        _require(0 <= step < self.total_steps, f"step must be in 0..{self.total_steps - 1}, got {step}")
+        index = bisect.bisect_right(self._first_step, step) - 1
+        stage, position = self.stages[index], self.tokens_before(step)
+        count = stage.tokens_per_step
+        places, starts = self._stream.locate(position, count + _LOOKAHEAD)
+        sums = [float(np.count_nonzero(self._stream.weights(places, starts, count, ahead))) for ahead in (1, 2, 3)]
+        rows = range(position, position + count, stage.length)[self.rank :: self.world_size]
+        return StepPlan(
+            step=step,
+            stage=index,
+            length=stage.length,
+            tokens=count,
+            supervised=sums[0],
+            draft_supervised=(sums[1], sums[2]),
+            rows=tuple(rows),
+            rows_per_batch=max(1, self.micro_batch_tokens // stage.length),
+            stream=self._stream,
+        )
+
+    def _document_order(self, epoch: int) -> np.ndarray:
+        """(documents,) the epoch's permutation: hash order, but for long documents placed under the phase-2 stages."""
+        order = np.argsort(_hash_indices(len(self.tokens.ends), "epoch", self.seed, epoch), kind="stable")
+        size, spans = len(self.tokens), []
+        for index, stage in enumerate(self.stages):
+            begin = max(self._first_token[index] - epoch * size, 0)
+            end = min(self._first_token[index + 1] - epoch * size, size)
+            if begin < end:
+                spans.append((begin, end, stage.min_document))
+        if not any(least for _, _, least in spans):
+            return order
+        lengths = self.tokens.lengths[order]
+        free = np.ones(len(order), bool)
+        reserved: dict[int, np.ndarray] = {}
+        for begin, end, least in sorted(spans, key=lambda span: -span[2]):
+            if least:
+                long = np.flatnonzero(free & (lengths > least))
+                reserved[begin] = long[: np.searchsorted(np.cumsum(lengths[long]), end - begin) + 1]
+                free[reserved[begin]] = False
+        rest = np.flatnonzero(free)
+        rest_bounds = np.concatenate([[0], np.cumsum(lengths[rest])])
+        laid, filled, used = [], 0, 0
+        for begin, end, _ in spans:
+            laid.append(reserved.get(begin, rest[:0]))
+            filled += int(lengths[laid[-1]].sum())
+            if filled < end:
+                upto = min(int(np.searchsorted(rest_bounds, rest_bounds[used] + end - filled)), len(rest))
+                laid.append(rest[used:upto])
+                filled, used = filled + int(rest_bounds[upto] - rest_bounds[used]), upto
+        return order[np.concatenate([*laid, rest[used:]])]
+
+
+def long_share(loader: PackedSequenceDataLoader) -> list[tuple[int, float]]:
+    """Return (length, share) of each phase-2 stage: the share of targets in a document whose part of the row is longer
+    than the previous tier's rows. Only those targets can teach the added length."""
+    shares = []
+    for index, stage in enumerate(loader.stages):
+        long = total = 0
+        for step in range(loader._first_step[index], loader._first_step[index + 1] if stage.min_document else 0):
+            begin = loader.tokens_before(step)
+            starts = loader._stream.locate(begin, stage.tokens_per_step + 1)[1]
+            has_target = starts[1:] == starts[:-1]
+            position = begin + np.arange(stage.tokens_per_step)
+            part = np.maximum(starts[:-1], position - (position - begin) % stage.length)  # start of the part in its row
+            runs = np.diff(np.flatnonzero(np.diff(part, prepend=-1, append=-1)))
+            total += int(has_target.sum())
+            long += int((has_target & np.repeat(runs > stage.min_document, runs)).sum())
+        if stage.min_document:
+            shares.append((stage.length, long / max(total, 1)))
+    return shares
+
+
+# ---------------------------------------------------------------------------
+# Document boundaries and attention tiles
+
+
+_MAP_TILES = 128  # query tiles counted at a time: at 1,048,576 tokens in tiles of 128, 8 MB of counts
+
+
+def doc_start_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Convert cumulative document lengths (0, ..., length) of one row to doc_start, int32 (1, T)."""
+    bounds = cu_seqlens.to(torch.int64)
+    rising = bounds.ndim == 1 and len(bounds) >= 2 and bool((bounds.diff() >= 0).all())
+    whole = rising and bounds[0] == 0 and bounds[-1] == length
+    _require(whole, f"cu_seqlens must rise from 0 to {length}, got {bounds.tolist()}")
+    return bounds[:-1].repeat_interleave(bounds.diff()).to(torch.int32)[None]
+
+
+def reset_flags(doc_start: Tensor) -> Tensor:
+    """Return bool (B, T): True at each token that starts a document in its row."""
+    return doc_start == torch.arange(doc_start.shape[1], dtype=doc_start.dtype, device=doc_start.device)
+
+
+def boundary_indices(doc_start: Tensor) -> Tensor:
+    """Return int64 (documents, 2): row and first token of each document that starts in the batch."""
+    return reset_flags(doc_start).nonzero()
+
+
+def attention_tile_map(doc_start: Tensor, window: int, anchors: int, tile: int) -> Tensor:
+    """Return uint8 (B, query tiles, key tiles): 0 no key of the tile is visible to a query of the tile, 1 some, 2 all.
+
+    Query i sees key j iff doc_start[i] <= j <= i and (i - j < window or j < doc_start[i] + anchors): two intervals of
+    keys, so each query adds at most two ranges of key tiles, counted by their ends."""
+    _require(window > 0, f"window must be positive, got {window}")
+    _require(anchors >= 0 and tile > 0, f"anchors must be at least 0 and tile positive, got {anchors} and {tile}")
+    rows = doc_start.cpu().numpy().astype(np.int64)
+    return torch.from_numpy(np.stack([_tile_map_row(row, window, anchors, tile) for row in rows])).to(doc_start.device)
+
+
+def _tile_map_row(start: np.ndarray, window: int, anchors: int, tile: int) -> np.ndarray:
+    length, tiles = len(start), -(-len(start) // tile)
+    result = np.zeros((tiles, tiles), np.uint8)
+    for top in range(0, tiles, _MAP_TILES):
+        query = np.arange(top * tile, min((top + _MAP_TILES) * tile, length))
+        begin = np.maximum(start[query], 0)
+        # exclusive ends; anchors that meet the window make one interval, and the second is empty
+        anchor_end = np.clip(start[query] + anchors, begin, query + 1)
+        window_begin = np.maximum(begin, query - window + 1)
+        met = anchor_end >= window_begin
+        first = (begin, np.where(met, query + 1, anchor_end))
+        second = (np.where(met, query + 1, window_begin), query + 1)
+
+        row = query // tile - top
+        some, every = (np.zeros((row[-1] + 1, tiles + 1), np.int32) for _ in range(2))
+        for low, high in (first, second):
+            touched = low // tile, np.where(high > low, -(-high // tile), low // tile)
+            # the last tile may be short: an interval that reaches the row's end covers it
+            whole_end = np.where(high == length, tiles, high // tile)
+            covered = -(-low // tile), np.maximum(whole_end, -(-low // tile))
+            for counts, (left, right) in ((some, touched), (every, covered)):
+                np.add.at(counts, (row, left), 1)
+                np.add.at(counts, (row, right), -1)
+        part = result[top : top + _MAP_TILES]
+        part[np.cumsum(some, axis=1, dtype=np.int32)[:, :-1] > 0] = 1
+        part[np.cumsum(every, axis=1, dtype=np.int32)[:, :-1] == np.bincount(row)[:, None]] = 2
+    return result
+
+
+# ---------------------------------------------------------------------------
+# Validation and bits per byte
+
+
+def validation_batches(
+    tokens: TokenFile,
+    length: int,
+    limit_tokens: int | None = None,
+    *,
+    micro_batch_tokens: int = 65_536,
+    byte_lengths: np.ndarray | None = None,
+) -> Iterator[Batch]:
+    """Yield the file in its own order, each target once: rows of `length` from the start, then one shorter row.
+
+    Bits per byte = summed cross entropy / ln 2 / sum of target_bytes (an end of document costs bits and has no bytes).
+
+    Args:
+        limit_tokens: read only the first tokens, in whole rows; None reads all.
+        byte_lengths: result of token_byte_lengths(), to fill target_bytes.
+    """
+    _require(length > 0, f"validation length must be positive, got {length}")
+    stream = _TokenStream(tokens, lambda _: np.arange(len(tokens.ends)))
+    count = len(tokens)
+    if limit_tokens is not None:
+        count = min(count, max(1, limit_tokens // length) * length)
+    whole = range(0, count - length + 1, length)
+    per_batch = max(1, micro_batch_tokens // length)
+    for i in range(0, len(whole), per_batch):
+        yield stream.batch(whole[i : i + per_batch], length, byte_lengths)
+    if rest := count - len(whole) * length:
+        yield stream.batch([count - rest], rest, byte_lengths)
+
+
+def token_byte_lengths(tokens: TokenFile) -> np.ndarray:
+    """Return the UTF-8 bytes of each id, int64 (W,), by the tokenizer beside the file."""
+    tokenizer = tokens.read_tokenizer()
+    _require(tokenizer is not None, f"bits per byte needs tokenizer.json beside {tokens.path}, found none; copy it")
+    lengths = np.array([len(text) for text in bytes_of_id(tokenizer)], np.int64)
+    short = f"{tokens.path} holds id {tokens.largest:,}, but its tokenizer.json has {len(lengths):,} ids"
+    _require(tokens.largest < len(lengths), f"{short}; restore the right one")
+    return lengths
+
+
+def unigram_bits_per_byte(train: TokenFile, val: TokenFile, *, limit_tokens: int | None = None) -> float:
+    """Return the bits per byte of val's targets under train's id frequencies (add one): no context at all."""
+    byte_lengths = token_byte_lengths(val)
+    counts = np.ones(len(byte_lengths), np.int64)
+    other = f"{train.path} holds id {train.largest:,}, but the tokenizer of {val.path} has {len(counts):,} ids"
+    _require(train.largest < len(counts), f"{other}; compare files made by one tokenizer")
+    for begin in range(0, len(train), _SCAN_TOKENS):
+        counts += np.bincount(train.ids[begin : begin + _SCAN_TOKENS].astype(np.int64), minlength=len(counts))
+    cost = np.log2(counts.sum()) - np.log2(counts)  # bits of each id
+    bits, size = 0.0, 0
+    for batch in validation_batches(val, min(1 << 16, len(val)), limit_tokens, byte_lengths=byte_lengths):
+        bits += float(cost[batch.targets[batch.loss_weights > 0].numpy()].sum())
+        size += batch.target_bytes or 0
+    _require(size > 0, f"{val.path}: its targets hold 0 bytes of text; validate on a file with text")
+    return bits / size
+
+
+def xz_bits_per_byte(text: bytes) -> float:
+    """Return the bits per byte that xz (preset 9) needs for a text, which it sees without any training split."""
+    _require(len(text) > 0, "xz_bits_per_byte needs text, got 0 bytes")
+    return 8 * len(lzma.compress(text, preset=9)) / len(text)

@@ -1,0 +1,589 @@
+"""generation_engine.py: drafts never change the text or the stored tensors, stops end it where plain decoding ends."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from generation_engine import (
+    StreamingGenerationEngine,
+    TextHistory,
+    dynamic_temperature,
+    gumbel_noise,
+    penalize,
+    restrict,
+)
+from hybrid_model import DraftTree, HybridLanguageModel
+from model_config import GenerationConfig, PrecisionConfig, preset
+
+TINY = replace(
+    preset("nano").model, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=104, num_query_heads=2, num_kv_heads=1,
+    head_dim=32, recurrent_heads=6, recurrent_key_dim=16, recurrent_value_dim=16, vocab_size=24, anchor_tokens=8,
+    sliding_window_size=128, max_context_len=2048, max_output_len=1024,
+)  # fmt: skip
+ROOT = DraftTree.from_parents([-1])
+PLAIN = GenerationConfig(drafts=False, ignore_eos=True, cache_bits=16)
+GREEDY = replace(PLAIN, temperature=0.0, cache_bits=8, frequency_penalty=0.3, presence_penalty=0.2)
+SAMPLED = replace(
+    PLAIN, temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.2, presence_penalty=0.1,
+    penalty_window=100, entropy_low=1.2, entropy_high=1.6, entropy_span=16, cache_bits=4, sampling_seed=5,
+)  # fmt: skip
+PROMPT = [(7 * i * i + 3 * i) % TINY.vocab_size for i in range(90)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_fixed_randomness: None) -> None:
+    torch.set_num_threads(1)  # the tensors are tiny, waking a second thread takes longer than they do
+
+
+@pytest.fixture(scope="module")
+def model() -> HybridLanguageModel:
+    model = HybridLanguageModel(TINY, PrecisionConfig(precision="fp32"))
+    model.init_weights(0)
+    return model
+
+
+# ---------------------------------------------------------------------------
+# Sampling
+
+
+def test_noise_is_gumbel_and_depends_on_seed_position_and_index_only():
+    noise = torch.stack([gumbel_noise(3, p, 4096) for p in range(64)])
+    assert abs(noise.mean() - 0.5772) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.02
+    assert torch.equal(gumbel_noise(3, 7, 4096), noise[7]) and torch.equal(gumbel_noise(3, 7, 100), noise[7, :100])
+    centred = torch.cat([noise, gumbel_noise(4, 0, 4096)[None]])
+    correlation = torch.corrcoef(centred) - torch.eye(65)
+    assert correlation.abs().max() < 0.08, "positions and seeds must be independent"  # 5 / sqrt(4096)
+    assert torch.unique(torch.stack([gumbel_noise(-1, p, 16) for p in (0, 1 << 20, (1 << 20) - 1)])).numel() == 48
+    # argmax(z + noise) follows softmax(z)
+    z = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=torch.float64)
+    hits = torch.stack([(z + gumbel_noise(0, p, 4)).argmax() for p in range(4000)]).bincount(minlength=4)
+    assert _p_value(hits.tolist(), (z.softmax(0) * 4000).tolist()) > 1e-3
+
+
+def test_penalties_count_the_bounded_window_of_the_own_path():
+    options = replace(PLAIN, frequency_penalty=0.5, presence_penalty=0.25, penalty_window=4, repetition_gain=2.0)
+    history = TextHistory(options)
+    logits = torch.zeros(6)
+    assert torch.equal(penalize(logits, history, options), logits)
+    for token in (5, 1, 1, 2):
+        history.push(token, 0.0)
+    # window 5 1 1 2: one of four repeats, strength 1 + 2 / 4
+    want = torch.tensor([0, 1.25, 0.75, 0, 0, 0.75]) * -1.5
+    assert torch.allclose(penalize(logits, history, options), want)
+    # window 1 1 2 1 with one draft ahead: two of four repeat, strength 2
+    want = torch.tensor([0, 1.75, 0.75, 0, 0, 0]) * -2.0
+    assert torch.allclose(penalize(logits, history, options, [1]), want)
+    history.push(1, 0.0)
+    assert torch.allclose(penalize(logits, history, options), want) and history.repetition == 0.5
+
+
+def test_temperature_moves_within_its_range_only_outside_the_band():
+    options = replace(PLAIN, temperature=0.8, entropy_low=1.0, entropy_high=3.0, temperature_range=0.3, entropy_span=2)
+    for entropies, want in [((), 0.8), ((2.0,), 0.8), ((0.0,), 1.1), ((0.5,), 0.95), ((4.5,), 0.65), ((9.0,), 0.5),
+                            ((99.0, 0.0, 1.0), 0.95)]:  # fmt: skip
+        history = TextHistory(options)
+        for entropy in entropies:
+            history.push(0, entropy)
+        assert dynamic_temperature(history, options) == pytest.approx(want), entropies
+    history.push(0, 0.0)
+    assert dynamic_temperature(history, replace(options, temperature=0.0)) == 0.0
+    assert dynamic_temperature(history, replace(options, temperature=0.1, entropy_low=0.0, entropy_high=0.0)) >= 0.05
+
+
+def test_restrict_keeps_the_set_that_each_rule_names():
+    z = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()
+
+    def kept(**rules: float) -> int:
+        return int(restrict(z, replace(PLAIN, **({"top_p": 1.0} | rules))).isfinite().sum())
+
+    assert kept() == 5 and kept(top_k=2) == 2 and kept(top_k=9) == 5
+    assert kept(top_p=0.69) == 2 and kept(top_p=0.71) == 3 and kept(top_p=1e-9) == 1
+    assert kept(min_p=0.3) == 3 and kept(top_k=3, top_p=0.8) == 2 and kept(top_k=2, min_p=0.9) == 1
+
+
+# ---------------------------------------------------------------------------
+# State: prefill in any cut, steps and training agree
+
+
+@torch.no_grad()
+def _steps(model: HybridLanguageModel, ids: Tensor, state, nodes: int = 1) -> Tensor:
+    out = []
+    for part in ids.split(nodes, 1):
+        n = part.shape[1]
+        hidden, written = model.nodes(part, state, DraftTree.from_parents(range(-1, n - 1)))
+        model.commit(written, state, torch.arange(n, dtype=torch.int32)[None])
+        out.append(hidden)
+    return torch.cat(out, 1)
+
+
+def test_training_prefill_chunks_and_steps_give_the_same_logits_and_state(model: HybridLanguageModel):
+    ids = torch.randint(0, TINY.vocab_size, (1, 230))
+    with torch.no_grad():
+        truth = model(ids).hidden
+    states, hidden = {}, {}
+    for name, run in {
+        "one chunk": lambda s: model(ids, state=s).hidden,
+        "chunks": lambda s: torch.cat([model.prefill(part, s) for part in ids.split([3, 61, 66, 1, 99], 1)], 1),
+        "steps": lambda s: _steps(model, ids, s),
+        "chains of three": lambda s: _steps(model, ids, s, 3),
+    }.items():
+        states[name] = model.decode_state(cache_bits=16)
+        hidden[name] = run(states[name])
+        error = (hidden[name] - truth).abs().max().item()
+        assert error < 2e-5, f"{name}: hidden states off by {error:.1e} from the training path"
+        for key, value in states[name].tensors().items():
+            off = (value.double() - states["one chunk"].tensors()[key].double()).abs().max().item()
+            assert off < 2e-5, f"{name}: {key} off by {off:.1e}"
+    assert torch.equal(states["steps"].hidden, hidden["steps"][:, -1:])
+    assert torch.allclose(model.logits(hidden["steps"][:, -5:]), truth[:, -5:] @ model.embedding.T * 0.25, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_caches_stay_close_whatever_the_chunks(model: HybridLanguageModel, bits: int):
+    ids = torch.randint(0, TINY.vocab_size, (1, 230))
+    one, cut = model.decode_state(cache_bits=bits), model.decode_state(cache_bits=bits)
+    whole = model.prefill(ids, one)
+    model.prefill(ids[:, :70], cut)
+    model.prefill(ids[:, 70:71], cut)
+    model.prefill(ids[:, 71:], cut)
+    for key, value in one.tensors().items():
+        other = cut.tensors()[key]
+        if key.endswith("codes"):  # float32 noise may move a value over a rounding edge: one code, seldom
+            if bits == 4:
+                value, other = (torch.cat((x & 15, x >> 4), -1) for x in (value, other))
+            moved = (value.int() - other.int()).abs()
+            assert moved.max() <= 1 and (moved > 0).float().mean() < 1e-3, key
+        else:
+            assert torch.allclose(value.double(), other.double(), atol=2e-3), key
+    with torch.no_grad():
+        error = (whole - model(ids).hidden).abs().max().item()
+    assert 0 < error < {8: 0.05, 4: 0.6}[bits], f"hidden states off by {error:.2f} of unit size"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_b125_many_new_tokens_on_a_filled_cache(model: HybridLanguageModel, count: int):
+    ids = torch.randint(0, TINY.vocab_size, (1, 20 + count))
+    state = model.decode_state(cache_bits=16)
+    model.prefill(ids[:, :20], state)
+    single = model.nodes(ids[:, 20:21], state, ROOT)[0]
+    chain = DraftTree.from_parents(range(-1, count - 1))
+    block = model.nodes(ids[:, 20:], state, chain)[0]
+    assert torch.equal(block[:, :1], single), "the first node must not depend on the later ones"
+    assert (model.prefill(ids[:, 20:], state.copy())[:, :1] - single).abs().max() < 1e-5
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % TINY.vocab_size
+    assert torch.equal(model.nodes(other[:, 20:], state, chain)[0][:, : count - 1], block[:, : count - 1])
+
+
+# ---------------------------------------------------------------------------
+# Drafts on and off
+
+
+def _run(engine: StreamingGenerationEngine, prompt: list[int] = PROMPT) -> list[int]:
+    return list(engine.generate(prompt))
+
+
+def _plain(
+    model: HybridLanguageModel, options: GenerationConfig, **more: object
+) -> tuple[StreamingGenerationEngine, list[int]]:
+    engine = StreamingGenerationEngine(model, replace(options, drafts=False), **more)
+    return engine, _run(engine)
+
+
+Pattern = Callable[[int], tuple[int | None, int | None]]
+
+
+def _scripted(engine: StreamingGenerationEngine, text: list[int], pattern: Pattern) -> StreamingGenerationEngine:
+    """Replace the drafter: at step s, pattern(s) says which candidate (0, 1, None) is right at depth 1 and 2."""
+    steps = itertools.count()
+    size = engine.model.config.vocab_size
+
+    def pair(which: int | None, right: int) -> list[int]:
+        wrong = [(right + 1) % size, (right + 2) % size]
+        return wrong if which is None else [right, wrong[0]] if which == 0 else [wrong[0], right]
+
+    def draft(root, position, tree, history):
+        one, two = pattern(next(steps))
+        rights = [*text[history.count : history.count + 2], 0, 0]
+        return [root, *pair(one, rights[0]), *pair(two, rights[1]), *pair(two, rights[1])][: len(tree.children)]
+
+    engine._draft = draft
+    return engine
+
+
+def _same(plain: StreamingGenerationEngine, drafted: StreamingGenerationEngine) -> None:
+    others = drafted.state.tensors()
+    different = [name for name, value in plain.state.tensors().items() if not torch.equal(value, others[name])]
+    assert not different, f"stored tensors differ: {different}"
+    for figure in ("tokens", "entropy_sum", "repetition", "stop_reason"):
+        assert getattr(plain.statistics, figure) == getattr(drafted.statistics, figure), figure
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_change_no_id_and_no_stored_bit(model: HybridLanguageModel, options: GenerationConfig):
+    options = replace(options, max_new_tokens=760)
+    plain, text = _plain(model, options)
+    assert len(set(text)) > 12, "a text of one token would show nothing"
+    # every accept and reject pattern, in an order that mixes them: three of four drafts are right
+    kinds = [*itertools.product((0, 1), (0, 1)), *itertools.product((0, 1), (0, 1)), (0, None), (None, 1), (1, None)]
+    order = torch.randint(0, len(kinds), (760,), generator=torch.Generator().manual_seed(1)).tolist()
+    drafted = _scripted(
+        StreamingGenerationEngine(model, replace(options, drafts=True)), text, lambda step: kinds[order[step]]
+    )
+    assert _run(drafted) == text
+    _same(plain, drafted)
+    assert min(drafted.statistics.accepted) >= 200, drafted.statistics.accepted
+
+
+def test_the_real_draft_head_changes_nothing(model: HybridLanguageModel):
+    # hot enough for the shared noise to decide, so that an untrained head is often right
+    options = replace(SAMPLED, temperature=6.0, entropy_low=0.5, top_k=0, top_p=1.0, max_new_tokens=300, cache_bits=8)
+    plain, text = _plain(model, options)
+    drafted = StreamingGenerationEngine(model, replace(options, drafts=True))
+    assert _run(drafted) == text
+    _same(plain, drafted)
+    assert min(drafted.statistics.accepted) >= 20, drafted.statistics.accepted
+    assert drafted.statistics.backbone_calls < 0.8 * 300
+
+
+def test_scope_full_reaches_every_position_with_and_without_drafts():
+    model = HybridLanguageModel(replace(TINY, attention_scope="full"), PrecisionConfig(precision="fp32"))
+    model.init_weights(0)
+    options = replace(GREEDY, max_new_tokens=50)
+    plain, text = _plain(model, options, max_length=300)
+    drafted = StreamingGenerationEngine(model, replace(options, drafts=True), max_length=300)
+    assert _run(_scripted(drafted, text, lambda step: (step % 2, 1))) == text
+    _same(plain, drafted)
+    ids = torch.randint(0, TINY.vocab_size, (1, 300))
+    state = model.decode_state(cache_bits=16, max_length=300)
+    model.prefill(ids[:, :290], state)
+    with torch.no_grad():
+        assert (_steps(model, ids[:, 290:], state) - model(ids).hidden[:, 290:]).abs().max() < 2e-5
+
+
+def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridLanguageModel):
+    ids = torch.tensor([PROMPT])
+    engine = StreamingGenerationEngine(model, replace(GREEDY, drafts=True))
+    model.prefill(ids[:, :-1], engine.state)
+    proposed = engine._draft(PROMPT[-1], len(PROMPT) - 1, engine._trees[2], TextHistory(engine.options))
+    with torch.no_grad():
+        hidden = model(ids).hidden
+        for first in proposed[1:3]:
+            # training: position t reads h_t and token t + 1, then token t + 2; here t + 2 is the first draft
+            next_ids = torch.stack((torch.roll(ids, -1, 1), torch.roll(ids, -2, 1)))
+            next_ids[1, 0, -2] = first
+            one, two = (h[0, -2] @ model.embedding.T for h in model.draft_hidden(hidden, next_ids))
+            assert proposed[1:3] == one.topk(2).indices.tolist()
+            leaves = proposed[3:5] if first == proposed[1] else proposed[5:7]
+            penalised = penalize(two * 0.25, TextHistory(engine.options), engine.options, [first])
+            assert leaves == penalised.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("one", [0, 1, None])
+@pytest.mark.parametrize("two", [0, 1, None])
+def test_b091_every_accept_pattern_and_the_calls_it_takes(model: HybridLanguageModel, one: int | None, two: int | None):
+    options = replace(GREEDY, max_new_tokens=60, cache_bits=16)
+    plain, text = _plain(model, options)
+    drafted = _scripted(StreamingGenerationEngine(model, replace(options, drafts=True)), text, lambda step: (one, two))
+    assert _run(drafted) == text
+    _same(plain, drafted)
+    tokens_a_call = 1 if one is None else 2 if two is None else 3
+    calls = drafted.statistics.backbone_calls
+    assert calls == 60 // tokens_a_call, f"{calls} calls for 60 tokens"
+    assert drafted.statistics.acceptance == ({1: 0.0}.get(tokens_a_call, 1.0), {3: 1.0}.get(tokens_a_call, 0.0))
+    if tokens_a_call == 3:
+        assert calls <= 60 / 2.9
+
+
+def test_the_text_depends_on_seed_and_prompt_only(model: HybridLanguageModel):
+    options = replace(SAMPLED, max_new_tokens=30)
+    engine, text = _plain(model, options)
+    assert _run(engine) == text and _plain(model, options)[1] == text
+    assert _plain(model, replace(options, sampling_seed=6))[1] != text
+    assert _plain(model, replace(options, prefill_chunk=17, cache_bits=16))[1] == _plain(
+        model, replace(options, cache_bits=16))[1]
+
+
+# ---------------------------------------------------------------------------
+# Stops and edges
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+def test_b097_a_stop_ends_at_the_same_token_in_every_slot(model: HybridLanguageModel, lead: int):
+    options = replace(SAMPLED, max_new_tokens=60, ignore_eos=False)
+    _, free = _plain(model, options)
+    at = next(i for i in range(7, 60) if free[i] not in free[:i])
+    plain, text = _plain(model, options, eos_id=free[at])
+    assert text == free[: at + 1] and plain.statistics.stop_reason == "eos"
+    # `lead` steps of one token, then three a step: the stop falls in another slot of its step each time
+    drafted = StreamingGenerationEngine(model, replace(options, drafts=True), eos_id=free[at])
+    _scripted(drafted, free, lambda step: (None, None) if step < lead else (0, 1))
+    assert _run(drafted) == text
+    _same(plain, drafted)
+    assert int(drafted.state.length[0]) == len(PROMPT) + at, "the stop itself is not in the state"
+    assert drafted.stop_rate == 1.0
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2])
+def test_a_stop_string_may_span_tokens(model: HybridLanguageModel, lead: int):
+    options = replace(SAMPLED, max_new_tokens=60)
+    _, free = _plain(model, options)
+    spell = [b"", *(bytes([97 + i]) * (1 + i % 2) for i in range(TINY.vocab_size - 1))]  # one id without text
+    written = [b"".join(spell[i] for i in free[: n + 1]) for n in range(60)]
+    stop = written[12][-4:-1] if len(spell[free[12]]) == 2 else written[12][-3:]
+    end = next(n for n in range(60) if stop in written[n])
+    options = replace(options, stop=stop.decode())
+    plain, text = _plain(model, options, token_bytes=spell.__getitem__)
+    assert text == free[: end + 1] and plain.statistics.stop_reason == "stop"
+    drafted = StreamingGenerationEngine(model, replace(options, drafts=True), token_bytes=spell.__getitem__)
+    _scripted(drafted, free, lambda step: (None, None) if step < lead else (1, 0))
+    assert _run(drafted) == text
+    _same(plain, drafted)
+
+
+def test_minimum_length_forbids_the_end_on_each_path(model: HybridLanguageModel):
+    options = replace(SAMPLED, max_new_tokens=60, ignore_eos=False)
+    _, free = _plain(model, options)
+    eos = free[5]
+    options = replace(options, min_new_tokens=20)
+    plain, text = _plain(model, options, eos_id=eos)
+    assert eos not in text[:20] and text != free
+    drafted = _scripted(StreamingGenerationEngine(model, replace(options, drafts=True), eos_id=eos), text,
+                        lambda step: (0, 1))  # fmt: skip
+    assert _run(drafted) == text
+    _same(plain, drafted)
+
+
+def test_b122_a_request_sees_nothing_of_the_one_before(model: HybridLanguageModel):
+    options = replace(SAMPLED, max_new_tokens=40, drafts=True)
+    alone = StreamingGenerationEngine(model, options)
+    text = _run(alone)
+    engine = StreamingGenerationEngine(model, options)
+    _run(engine, list(range(20)) * 9)
+    for name, value in engine.state.tensors().items():  # what the first request left is poison
+        if "page_table" not in name:
+            value.fill_(float("nan") if value.is_floating_point() else 77)
+    assert _run(engine) == text
+    for name, value in alone.state.tensors().items():
+        assert torch.equal(value, engine.state.tensors()[name]), name
+
+
+def test_closing_the_stream_keeps_what_was_made(model: HybridLanguageModel):
+    options = replace(GREEDY, max_new_tokens=40)
+    engine, text = _plain(model, options)
+    _scripted(engine, text, lambda step: (0, 0))
+    engine._draft_depth, engine._trees = 2, [engine._build_tree(depth) for depth in range(3)]
+    stream = engine.generate(PROMPT)
+    assert [next(stream) for _ in range(4)] == text[:4]
+    stream.close()
+    assert (engine.statistics.tokens, engine.statistics.stop_reason) == (4, "closed")
+    assert int(engine.state.length[0]) == len(PROMPT) - 1 + 6, "whole steps are committed"
+    assert _run(engine) == text and engine.requests == 3
+
+
+def test_figures_of_a_long_text(model: HybridLanguageModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("generation_engine.CURVE_TOKENS", 16)
+    engine, text = _plain(model, replace(SAMPLED, max_new_tokens=64))
+    figures = engine.statistics
+    assert [p.tokens for p in figures.curve] == [16, 32, 48, 64] and figures.curve[-1].repetition == figures.repetition
+    assert figures.repetition == pytest.approx(1 - len(set(text)) / 64)
+    assert 0 < figures.entropy_mean < math.log(TINY.vocab_size) and figures.stop_reason == "length"
+    assert figures.state_bytes == TINY.state_bytes() and figures.cache_bytes > TINY.cache_bytes(4)
+    assert (figures.prompt_tokens, figures.tokens, figures.backbone_calls) == (90, 64, 64) and engine.stop_rate == 0.0
+
+
+def test_edges_of_a_request(model: HybridLanguageModel):
+    engine = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=5, drafts=True), eos_id=3)
+    assert _run(engine, []) == _run(engine, [3]), "an empty prompt starts as a document does"
+    assert len(_run(engine, [1])) == 5
+    nothing = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=0))
+    assert _run(nothing) == [] and nothing.statistics.stop_reason == "length"
+
+
+@pytest.mark.parametrize("prompt, options, message", [
+    ([], {}, "an empty prompt must have an eos_id to start from, got none"),
+    ([1, 24], {}, "a prompt id must be within 0..23, got 24 at position 1"),
+    ([-1], {}, "a prompt id must be within 0..23, got -1 at position 0"),
+    ([1] * 1049, {"max_new_tokens": 1000}, "prompt and output must fit 2048 tokens of context, got 1049 + 1000 = 2049"),
+])  # fmt: skip
+def test_impossible_requests_are_refused_before_any_work(model, prompt, options, message):
+    engine = StreamingGenerationEngine(model, replace(PLAIN, **options))
+    with pytest.raises(ValueError) as caught:
+        engine.generate(prompt)
+    assert str(caught.value) == message
+
+
+def test_impossible_options_are_refused(model: HybridLanguageModel):
+    with pytest.raises(ValueError, match="max_new_tokens must be at most max_output_len 1024, got 1025"):
+        StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=1025))
+    with pytest.raises(ValueError, match="a stop string must come with token_bytes"):
+        StreamingGenerationEngine(model, replace(PLAIN, stop="end"))
+    with pytest.raises(ValueError, match=r"eos_id must be within 0\.\.23, got 24"):
+        StreamingGenerationEngine(model, PLAIN, eos_id=24)
+
+
+# ---------------------------------------------------------------------------
+# The law of the text, against its exact distribution, with controls that must fail
+
+
+class TableModel:
+    """Stands in for the model: the logits after a token are a row of a table, the draft head's of a similar one."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.table = torch.randn(size, size, generator=generator)
+        self.drafts = self.table + 0.5 * torch.randn(size, size, generator=generator)
+        self.rows = torch.cat((self.table, self.drafts))
+        self.config = SimpleNamespace(vocab_size=size, draft_depth=2, max_context_len=64, max_output_len=64)
+        self.embedding = torch.zeros(1)
+        self.draft = SimpleNamespace(step=lambda depth, hidden, embedded: embedded + size)
+
+    def decode_state(self, **_) -> SimpleNamespace:
+        return SimpleNamespace(reset=lambda: None, state_bytes=0, cache_bytes=0, hidden=torch.zeros(1, 1, 1))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return ids[..., None]
+
+    def prefill(self, ids: Tensor, state) -> None:
+        pass
+
+    def nodes(self, ids: Tensor, state, tree) -> tuple[Tensor, None]:
+        return ids[..., None], None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.rows[hidden[..., 0].long()]
+
+    def commit(self, written, state, path) -> None:
+        pass
+
+
+LAW = replace(
+    PLAIN, max_new_tokens=3, temperature=0.9, top_p=0.9, frequency_penalty=0.6, presence_penalty=0.4, penalty_window=2,
+    repetition_gain=1.0, entropy_low=1.2, entropy_high=1.3, entropy_span=2, temperature_range=0.5, drafts=True,
+)  # fmt: skip
+
+
+def _exact_law(table: Tensor, first: int) -> dict[tuple[int, ...], float]:
+    """Probability of each three-token text: the options of LAW written out plainly, in float64."""
+    law = {}
+    for text in itertools.product(range(len(table)), repeat=3):
+        chance, last, entropies = 1.0, first, []
+        for n, token in enumerate(text):
+            z = table[last].double().tolist()
+            window = text[max(0, n - 2) : n]
+            strength = 1 + (1 - len(set(window)) / len(window) if window else 0)
+            z = [x - strength * (0.6 * window.count(i) + 0.4 * (i in window)) for i, x in enumerate(z)]
+            temperature = 0.9
+            if entropies:
+                mean = sum(entropies[-2:]) / len(entropies[-2:])
+                temperature += 0.5 * max(0.0, 1.2 - mean) / 1.2 - 0.5 * min(1.0, max(0.0, mean - 1.3) / 1.3)
+                temperature = max(0.45, temperature)
+            total = sum(map(math.exp, z))
+            entropies.append(-sum(math.exp(x) / total * (x - math.log(total)) for x in z))
+            weights = [math.exp(x / temperature) for x in z]
+            kept, held = set(), 0.0
+            for i in sorted(range(len(z)), key=lambda i: -z[i]):
+                if held >= 0.9 * sum(weights):
+                    break
+                kept.add(i)
+                held += weights[i]
+            chance *= weights[token] / held if token in kept else 0.0
+            last = token
+        law[text] = chance
+    assert abs(sum(law.values()) - 1) < 1e-9
+    return law
+
+
+def _p_value(seen: list[float], expected: list[float]) -> float:
+    """Upper tail of chi-square, cells of under 5 expected joined; an impossible outcome that was seen gives 0."""
+    if any(s and not e for s, e in zip(seen, expected, strict=True)):
+        return 0.0
+    big = [(s, e) for s, e in zip(seen, expected, strict=True) if e >= 5]
+    rest = sum(expected) - sum(e for _, e in big)
+    cells = [*big, (sum(seen) - sum(s for s, _ in big), rest)] if rest > 1e-6 else big
+    statistic = sum((s - e) ** 2 / e for s, e in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item()
+
+
+def _draws(count: int, spoil: Callable[[StreamingGenerationEngine], None] | None = None) -> tuple[float, int]:
+    """Chi-square p-value of `count` texts against the exact law, and how many drafts were accepted."""
+    table = TableModel(5)
+    engine = StreamingGenerationEngine(table, LAW)
+    if spoil:
+        spoil(engine)
+    seen: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for seed in range(count):
+        engine.options = replace(LAW, sampling_seed=seed)
+        seen[tuple(engine.generate([0, 1]))] += 1
+        accepted += sum(engine.statistics.accepted)
+    law = _exact_law(table.table, 1)
+    return _p_value([seen[text] for text in law], [count * chance for chance in law.values()]), accepted
+
+
+def test_the_text_follows_the_exact_law():
+    p, accepted = _draws(2500)
+    assert accepted > 1500, f"{accepted} accepted drafts would not exercise the tree"
+    assert p > 1e-3, f"chi-square p = {p:.1e}"
+
+
+def _freeze_penalties(engine: StreamingGenerationEngine) -> None:
+    step, penalized = engine._step, engine._penalized
+
+    def stepping(root, position, history):
+        engine._frozen = TextHistory(engine.options)
+        for token in history.window:
+            engine._frozen.push(token, 0.0)
+        return step(root, position, history)
+
+    engine._step = stepping
+    engine._penalized = lambda logits, history, ahead=(): penalized(logits, engine._frozen, ahead)
+
+
+def _freeze_temperature(engine: StreamingGenerationEngine) -> None:
+    choose = engine._choose
+
+    def frozen(logits, position, history):
+        entropies, history.entropies = history.entropies, history.entropies.copy()
+        history.entropies.clear()
+        token = choose(logits, position, history)
+        entropies.append(history.entropies[-1])
+        history.entropies = entropies
+        return token
+
+    engine._choose = frozen
+
+
+def _emit_any_candidate(engine: StreamingGenerationEngine) -> None:
+    # accepts the drafter's first candidate in place of the model's own choice
+    choose, draft = engine._choose, engine._draft
+
+    def drafting(root, position, tree, history):
+        engine._ids_of_step = draft(root, position, tree, history)
+        return engine._ids_of_step
+
+    def choosing(logits, position, history):
+        token = choose(logits, position, history)
+        return engine._ids_of_step[1] if len(engine._ids_of_step) > 1 and history.count == 1 else token
+
+    engine._draft, engine._choose = drafting, choosing
+
+
+def _shift_noise(engine: StreamingGenerationEngine) -> None:
+    # one noise for every position: drafts and model still agree, but positions are no longer independent
+    noise = engine._noise
+    engine._noise = lambda position: noise(0)
+
+
+@pytest.mark.parametrize("spoil", [_freeze_penalties, _freeze_temperature, _emit_any_candidate, _shift_noise])
+def test_controls_that_must_fail_do(spoil: Callable[[StreamingGenerationEngine], None]):
+    p, _ = _draws(1200, spoil)
+    assert p < 1e-6, f"{spoil.__name__} went unseen: p = {p:.1e}"

@@ -1,0 +1,887 @@
+"""The training engine: loss accounting, exact segments, durable checkpoints, bitwise resume, weights files, plans."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import train_engine
+from dataset_pipeline import PackedSequenceDataLoader, open_tokens, write_tokens
+from model_config import PRESETS, Config, CurriculumConfig, ModelConfig, PrecisionConfig, preset
+from train_engine import (
+    CHIPS,
+    DeviceFacts,
+    TrainingEngine,
+    TrainingError,
+    TrainState,
+    choose_preset,
+    choose_recompute,
+    describe_device,
+    evaluate,
+    load_weights,
+    multiple_choice,
+    newest_checkpoint,
+    next_run_dir,
+    plan,
+    preflight,
+    read_run_config,
+    require_precision,
+    save_weights,
+    write_checkpoint,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = DeviceFacts(
+    kind="cpu", name="CPU", memory=10**11, free=10**11, capability=None, chip=None, probed_peak=1e11
+)
+H200 = DeviceFacts(
+    kind="cuda", name="NVIDIA H200", memory=150 * 10**9, free=149 * 10**9, capability=(9, 0), chip=CHIPS["H200"],
+    probed_peak=0.0,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tensors here are tiny: a second thread only waits, and slows the tests tenfold beside other work."""
+    torch.set_num_threads(1)
+
+
+def tiny_config(
+    *, steps: int = 20, row: int = 16, rows: int = 2, micro: int = 32, vocab: int = 61, window: int = 8,
+    average: float = 0.5, run_dir: Path | None = None, **train: object,
+) -> Config:
+    """Four layers, 64 wide, window shorter than a row."""
+    model = ModelConfig(
+        layers=4, recurrent_layers=3, attention_layers=1, hidden_dim=64, ffn_dim=96, num_query_heads=2, num_kv_heads=1,
+        head_dim=32, recurrent_heads=2, recurrent_key_dim=32, recurrent_value_dim=32, sliding_window_size=window,
+        anchor_tokens=4, max_context_len=256, max_output_len=256, vocab_size=vocab, hypersphere_radius=8.0,
+        chunk_size=16, wide_tail_layers=1,
+    )  # fmt: skip
+    config = preset("nano")
+    return replace(
+        config,
+        model=model,
+        optimizer=replace(config.optimizer, matrix_lr_base=0.06 * 64 / 256),
+        schedule=replace(config.schedule, total_tokens=steps * rows * row, average_fraction=average),
+        curriculum=CurriculumConfig(tokens_per_step=rows * row, context=row),
+        precision=PrecisionConfig(precision="fp32"),
+        train=replace(
+            config.train, micro_batch_tokens=micro, device="cpu", log_every=1, eval_tokens=200,
+            run_dir=None if run_dir is None else str(run_dir), **train,
+        ),
+    )  # fmt: skip
+
+
+def pattern(count: int, vocab: int = 61) -> list[int]:
+    """Ids that a model can learn: steps of 7 with a jump at each 5th."""
+    return [(7 * i + 11 * (i // 5)) % vocab for i in range(count)]
+
+
+def token_file(folder: Path, documents: list[list[int]], masks: list[list[int]] | None = None, vocab: int = 61):
+    path = folder / "tokens.bin"
+    write_tokens(path, documents, vocab_size=vocab, masks=masks)
+    return open_tokens(path)
+
+
+def one_document(folder: Path, count: int = 900):
+    return token_file(folder, [pattern(count)])
+
+
+def many_documents(folder: Path):
+    """Documents of 1 to 40 tokens, so that starts fall everywhere in rows and segments."""
+    ids, documents, start = pattern(1500), [], 0
+    for index in range(70):
+        length = 1 + (index * 17) % 40
+        documents.append(ids[start : start + length])
+        start += length
+    return token_file(folder, documents)
+
+
+def make_engine(config: Config, tokens, **options: object) -> TrainingEngine:
+    return TrainingEngine(config, tokens, facts=FACTS, log=options.pop("log", lambda line: None), **options)
+
+
+def gradients(engine: TrainingEngine, step: int = 0) -> dict[str, torch.Tensor]:
+    """Gradients of a whole step in float64."""
+    engine.model.double()
+    step_plan, batches = engine._load(step)
+    for batch in batches:
+        engine._accumulate(batch, step_plan)
+    return {name: p.grad.clone() for name, p in engine.model.named_parameters()}
+
+
+def assert_same_gradients(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], bound: float) -> None:
+    for name, want in truth.items():
+        error = (got[name] - want).norm() / want.norm().clamp_min(1e-30)
+        assert error < bound, f"{name}: relative error {error:.2e} must be < {bound:.0e}"
+
+
+# ---------------------------------------------------------------------------
+# Segmented backward (R19)
+
+
+@pytest.mark.parametrize("segment", [8, 13], ids=["window is 3 segments", "uneven segments"])
+@pytest.mark.parametrize("documents", ["one", "many"])
+def test_segmented_gradients_equal_unsegmented_ones(tmp_path: Path, segment: int, documents: str) -> None:
+    tokens = one_document(tmp_path) if documents == "one" else many_documents(tmp_path)
+    # two rows of 48: whole in one micro-batch, against two micro-batches of segments
+    whole = tiny_config(row=48, micro=96, window=24)
+    truth = gradients(make_engine(whole, tokens))
+    cut = make_engine(tiny_config(row=48, micro=segment, window=24), tokens)
+    assert_same_gradients(gradients(cut), truth, 1e-12)
+
+
+def test_truncating_the_carry_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = one_document(tmp_path)
+    truth = gradients(make_engine(tiny_config(row=48, micro=96, window=24), tokens))
+    cut = make_engine(tiny_config(row=48, micro=8, window=24), tokens)
+    monkeypatch.setattr(train_engine, "_leaves", lambda carry: [])
+    monkeypatch.setattr(train_engine, "_rebuild", lambda carry, leaves: None)
+    got = gradients(cut)
+    worst = max(((got[n] - truth[n]).norm() / truth[n].norm().clamp_min(1e-30)).item() for n in truth)
+    assert worst > 1e-2
+
+
+@pytest.mark.parametrize("recompute", ["ffn", "layer"])
+def test_recomputation_changes_no_gradient(tmp_path: Path, recompute: str) -> None:
+    tokens = many_documents(tmp_path)
+    truth = gradients(make_engine(tiny_config(row=48, micro=96), tokens))
+    engine = make_engine(tiny_config(row=48, micro=13, recompute=recompute), tokens)
+    assert engine.recompute == recompute
+    assert_same_gradients(gradients(engine), truth, 1e-12)
+
+
+def test_a_carry_that_does_not_repeat_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_config(row=48, micro=16), one_document(tmp_path))
+    forward = engine.model.forward
+
+    def drifting(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return output
+        return output._replace(carry=[c + 1e-7 if isinstance(c, torch.Tensor) else c for c in output.carry])
+
+    monkeypatch.setattr(engine.model, "forward", drifting)
+    with pytest.raises(TrainingError, match="carry must equal"):
+        engine.train_step()
+
+
+def test_next_ids_are_the_stream_ahead(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    engine = make_engine(tiny_config(), tokens)
+    _, (batch,) = engine._load(1)
+    for row, offset in enumerate(batch.offsets):
+        for ahead, got in enumerate(train_engine._next_ids(batch)[:, row].tolist(), 1):
+            assert got == tokens.ids[offset + ahead : offset + ahead + 16].tolist()
+
+
+# ---------------------------------------------------------------------------
+# Loss accounting (R20, B034, B036)
+
+
+def uneven_mask(count: int) -> list[int]:
+    """One supervised token in the first row of a step, all of them in the second."""
+    return [int(i % 32 >= 17 or i % 32 == 5) for i in range(count)]
+
+
+def test_micro_batches_and_ranks_share_one_denominator_b034(tmp_path: Path) -> None:
+    tokens = token_file(tmp_path, [pattern(900)], [uneven_mask(900)])
+    truth = gradients(make_engine(tiny_config(micro=32), tokens))
+    assert_same_gradients(gradients(make_engine(tiny_config(micro=16), tokens)), truth, 1e-12)
+
+    engine = make_engine(tiny_config(micro=16), tokens)
+    engine.model.double()
+    for rank in range(2):
+        loader = PackedSequenceDataLoader(
+            tokens, engine.loader.stages, seed=0, micro_batch_tokens=16, rank=rank, world_size=2
+        )
+        step_plan = loader.step_batches(0)
+        for batch in step_plan:
+            engine._accumulate(batch, step_plan)
+    assert_same_gradients({n: p.grad for n, p in engine.model.named_parameters()}, truth, 1e-12)
+
+
+def test_logged_loss_is_the_mean_over_supervised_tokens(tmp_path: Path) -> None:
+    tokens = token_file(tmp_path, [pattern(900)], [uneven_mask(900)])
+    engine = make_engine(tiny_config(micro=16), tokens)
+    step_plan, batches = engine._load(0)
+    total = right = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            hidden = engine.model(batch.inputs, doc_start=batch.doc_start).hidden
+            logits = hidden @ engine.model.embedding.T * engine.config.model.logit_scale
+            ce = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="none")
+            total += (ce * batch.loss_weights.flatten()).sum().item()
+            right += ((logits.argmax(-1) == batch.targets) * batch.loss_weights).sum().item()
+    engine.train_step()
+    assert engine.state.weight == step_plan.supervised == 16
+    assert engine._sums[0].item() == pytest.approx(total, rel=1e-5)
+    assert engine._sums[1].item() == right
+
+
+def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    parts = engine.model.state_dict(), engine.optimizer.state_dict(), engine.averager.state_dict()
+    return {f"{i}/{name}": x.clone() for i, part in enumerate(parts) for name, x in part.items()}
+
+
+def test_a_step_without_targets_moves_nothing_and_is_counted_b036(tmp_path: Path) -> None:
+    mask = [int(not 65 <= i <= 96) for i in range(900)]  # the targets of step 2
+    engine = make_engine(tiny_config(average=1.0), token_file(tmp_path, [pattern(900)], [mask]))
+    engine.train_step()
+    engine.train_step()
+    before = snapshot(engine)
+    engine.train_step()
+    after = snapshot(engine)
+    assert engine.state.empty_steps == 1 and engine.state.step == 3 and engine.state.tokens == 96
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    engine.train_step()
+    assert not torch.equal(snapshot(engine)["0/embedding"], before["0/embedding"])
+
+
+def test_steps_that_are_not_finite_move_nothing_and_stop_the_run(tmp_path: Path) -> None:
+    config = tiny_config(run_dir=tmp_path / "run", save_every=1)
+    engine = make_engine(config, one_document(tmp_path))
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    engine.model.layers[0].feed_forward.gate.weight.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(TrainingError, match="step 3: the gradient norm was not finite 3 steps in a row") as caught:
+        engine.run()
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(before[name], p) for name, p in engine.model.named_parameters())
+    assert newest_checkpoint(tmp_path / "run/checkpoints")[0].name == "step-00000002"
+
+
+def test_first_loss_is_that_of_a_head_that_sees_its_input_r7(tmp_path: Path) -> None:
+    ids = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    config = preset("nano").with_values({"context": 128, "tokens_per_step": 512, "total_tokens": 512, "device": "cpu"})
+    engine = make_engine(config, token_file(tmp_path, [ids], vocab=4096))
+    engine.train_step()
+    rho = (1 + 1 / 8) ** -4
+    expected = math.log(4096 * math.exp(128 / 192) + math.exp(16 * rho))
+    assert engine._sums[0].item() / engine.state.weight == pytest.approx(expected, abs=0.2)
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    lines: list[str] = []
+    config = tiny_config(steps=30, row=32, rows=4, micro=128, run_dir=tmp_path / "run")
+    validation = token_file(tmp_path, [pattern(200)])
+    (tmp_path / "train").mkdir()
+    engine = make_engine(config, one_document(tmp_path / "train", 4000), validation=validation, log=lines.append)
+    result = engine.run()
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert result.exit_code == 0 and result.step == 30 and len(losses) == 30
+    assert losses[-1] < losses[0] - 1.0
+    assert sum(r["kind"] == "validation" for r in records) == 1
+    assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert read_run_config(tmp_path / "run") == engine.config
+    assert any(line.startswith("step 30/30  loss ") and "tok/s" in line and "eta 0:00:00" in line for line in lines)
+
+
+# ---------------------------------------------------------------------------
+# Resume, signals, kills (R24, B073, B079, B081)
+
+
+def run_until(config: Config, tokens, stops: list[tuple[int, int]]) -> list[int]:
+    """Run, sending a signal as each (step, signal) is logged, and resume until the end; return the exit codes."""
+    codes, config = [], replace(config, train=replace(config.train, resume=False))
+    for step, number in [*stops, (-1, 0)]:
+
+        def log(line: str, step: int = step, number: int = number) -> None:
+            if line.startswith(f"step {step}/"):
+                os.kill(os.getpid(), number)
+
+        codes.append(make_engine(config, tokens, log=log).run().exit_code)
+        config = replace(config, train=replace(config.train, resume=True))
+    return codes
+
+
+def run_results(folder: Path) -> tuple[list, bytes, dict[str, str]]:
+    """What must not depend on interruptions: losses, weights file, digests of the last checkpoint's tensors."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [(r["step"], r["tokens"], r["loss"], r["draft_losses"], r["accuracy"]) for r in records]
+    digests = newest_checkpoint(folder / "checkpoints")[1]["sha256"]
+    # config.json's run_dir differs between the two folders, and so does the description in the weights file
+    tensors = load_file(folder / "final.safetensors")
+    weights = b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+    return losses, weights, {name: value for name, value in digests.items()}
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_resume_is_bit_identical_b073(tmp_path: Path, log_every: int) -> None:
+    tokens = many_documents(tmp_path)
+    results = []
+    for name, stops in {
+        "straight": [],
+        "10+10": [(10, signal.SIGINT)],
+        "7+7+6": [(7, signal.SIGTERM), (14, signal.SIGTERM)],
+    }.items():
+        config = tiny_config(run_dir=tmp_path / name, micro=16, average=0.7)
+        config = replace(config, train=replace(config.train, log_every=log_every))
+        if log_every == 3:
+            stops = [(step // 3 * 3, number) for step, number in stops]
+        codes = run_until(config, tokens, stops)
+        assert codes == [128 + number for _, number in stops] + [0]
+        results.append(run_results(tmp_path / name))
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_resumed_ladder_climbs_the_same_tiers(tmp_path: Path) -> None:
+    """Row lengths 16 to 128, the longest in segments, from the configuration that the run folder holds."""
+    tokens = one_document(tmp_path, 2000)
+    ladder = {"context": None, "length_divisor": 128, "total_tokens": 3_333}
+    ladder |= {"tokens_per_step": 64, "micro_batch_tokens": 64}
+    results = []
+    for name, stops in {"straight": [], "cut": [30]}.items():
+        config = tiny_config(run_dir=tmp_path / name).with_values(ladder)
+        run_until(config, tokens, [(step, signal.SIGINT) for step in stops])
+        saved = read_run_config(tmp_path / name)
+        assert saved == config
+        results.append(run_results(tmp_path / name))
+        assert {stage.length for stage in make_engine(saved, tokens).loader.stages} >= {16, 32, 64, 128}
+    assert results[0] == results[1]
+
+
+def test_forgetting_the_optimizer_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = one_document(tmp_path)
+    run_until(tiny_config(run_dir=tmp_path / "straight"), tokens, [])
+    monkeypatch.setattr(train_engine.DualSpectralOptimizer, "load_state_dict", lambda self, state: None)
+    run_until(tiny_config(run_dir=tmp_path / "cut"), tokens, [(10, signal.SIGINT)])
+    assert run_results(tmp_path / "straight")[0] != run_results(tmp_path / "cut")[0]
+
+
+def test_resume_inside_a_log_interval_keeps_its_sums(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    first = make_engine(tiny_config(), tokens)
+    for _ in range(4):
+        first.train_step()
+    path = first.save(tmp_path / "checkpoints")
+    second = make_engine(tiny_config(), tokens)
+    second.load(path, newest_checkpoint(tmp_path / "checkpoints")[1])
+    assert second.state == first.state and torch.equal(second._sums, first._sums)
+    assert all(torch.equal(x, y) for x, y in zip(snapshot(first).values(), snapshot(second).values(), strict=True))
+    assert TrainState.from_state_dict(json.loads(json.dumps(first.state.state_dict()))) == first.state
+
+
+def test_last_step_is_saved_off_the_interval_b081(tmp_path: Path) -> None:
+    config = tiny_config(steps=10, run_dir=tmp_path / "run", save_every=4)
+    result = make_engine(config, one_document(tmp_path)).run()
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+    assert result.weights == tmp_path / "run/final.safetensors" and result.weights.is_file()
+
+
+def test_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    config = tiny_config(steps=4, run_dir=tmp_path / "run")
+    tokens = one_document(tmp_path)
+    make_engine(config, tokens).run()
+    before = load_file(tmp_path / "run/final.safetensors")
+    result = make_engine(replace(config, train=replace(config.train, resume=True)), tokens).run()
+    after = load_file(tmp_path / "run/final.safetensors")
+    assert result.step == 4 and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sigkill_at_any_time_then_resume(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    config = tiny_config(run_dir=tmp_path / "killed", save_every=1)
+    run_until(replace(config, train=replace(config.train, run_dir=str(tmp_path / "straight"))), tokens, [])
+    script = tmp_path / "child.py"
+    script.write_text(textwrap.dedent(f"""
+        import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]!r}
+        from pathlib import Path
+        from dataclasses import replace
+        import torch; torch.set_num_threads(1)
+        from test_train_engine import tiny_config, make_engine, open_tokens
+        folder = Path({str(tmp_path)!r})
+        config = tiny_config(run_dir=folder / "killed", save_every=1, resume=bool(int(sys.argv[1])))
+        make_engine(config, open_tokens(folder / "tokens.bin"), log=lambda line: print(line, flush=True)).run()
+    """))
+    for attempt, lines in enumerate((9, 14)):
+        child = subprocess.Popen([sys.executable, str(script), str(attempt)], stdout=subprocess.PIPE, text=True)
+        seen = 0
+        for line in child.stdout:
+            seen += line.startswith(("step ", "saved "))
+            if seen == lines:
+                break
+        time.sleep(0.003 * attempt)
+        child.kill()
+        child.wait()
+    config = replace(config, train=replace(config.train, resume=True))
+    assert make_engine(config, tokens).run().exit_code == 0
+    assert run_results(tmp_path / "killed") == run_results(tmp_path / "straight")
+    assert not list((tmp_path / "killed").rglob("*.tmp-*"))
+
+
+def small_checkpoint(folder: Path, step: int, keep: int = 2) -> Path:
+    tensors = {"model": {"a": torch.full((5,), float(step))}, "extra": {"b": torch.arange(3)}}
+    return write_checkpoint(folder, step, tensors, {"state": {"step": step}}, keep)
+
+
+def test_exit_at_every_durable_call_leaves_a_whole_checkpoint_b079(tmp_path: Path) -> None:
+    calls = [(os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree"), (train_engine, "save_file")]
+
+    def dies_at(wanted: int, after: bool) -> bool:
+        """Fork, save step 12 over 4 and 8, and exit before or after the wanted call; False if there were fewer."""
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        count = 0
+
+        def counted(call: Callable) -> Callable:
+            def wrapper(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == wanted and not after:
+                    os._exit(9)
+                result = call(*args, **kwargs)
+                if count == wanted:
+                    os._exit(9)
+                return result
+
+            return wrapper
+
+        for module, name in calls:
+            setattr(module, name, counted(getattr(module, name)))
+        small_checkpoint(folder, 12)
+        os._exit(0)
+
+    stages, after = 0, False
+    for after in (False, True):
+        for stages in range(1, 40):
+            folder = tmp_path / f"{after}-{stages}"
+            small_checkpoint(folder, 4)
+            small_checkpoint(folder, 8)
+            died = dies_at(stages, after)
+            path, manifest, skipped = newest_checkpoint(folder)
+            assert path.name in ("step-00000008", "step-00000012") and not skipped
+            assert load_file(path / "model.safetensors")["a"][0] == manifest["step"]
+            if not died:
+                break
+        # two files, manifest, folder, rename, parent, removal of the oldest
+        assert stages > 8
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+@pytest.mark.parametrize("name", ["model.safetensors", "extra.safetensors", "manifest.json"])
+def test_damaged_checkpoint_falls_back_by_name(tmp_path: Path, name: str, damage: str) -> None:
+    older, newer = small_checkpoint(tmp_path, 4), small_checkpoint(tmp_path, 8)
+    harm(newer / name, damage)
+    path, _, skipped = newest_checkpoint(tmp_path)
+    assert path == older and [p for p, _ in skipped] == [newer]
+    assert name in skipped[0][1] or name == "manifest.json"
+    harm(older / name, damage)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole") as caught:
+        newest_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def harm(path: Path, damage: str) -> None:
+    data = bytearray(path.read_bytes())
+    if damage == "delete":
+        path.unlink()
+        return
+    if damage == "flip":
+        # of a manifest: a bit of the first digest
+        place = data.index(b'": "') + 8 if path.suffix == ".json" else len(data) - 3
+        data[place] ^= 1
+    path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b""}[damage])
+
+
+def test_checkpoint_under_another_step_or_swapped_files_is_refused(tmp_path: Path) -> None:
+    older, newer = small_checkpoint(tmp_path, 4), small_checkpoint(tmp_path, 8)
+    shutil.copytree(older, tmp_path / "step-00000012")
+    assert newest_checkpoint(tmp_path)[0] == newer
+    (newer / "model.safetensors").rename(newer / "x")
+    (newer / "extra.safetensors").rename(newer / "model.safetensors")
+    (newer / "x").rename(newer / "extra.safetensors")
+    path, _, skipped = newest_checkpoint(tmp_path)
+    assert path == older and "is of step 4" in skipped[0][1] and "differs" in skipped[1][1]
+
+
+def test_resume_skips_a_damaged_checkpoint_aloud(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    run_until(tiny_config(run_dir=tmp_path / "straight", save_every=2), tokens, [])
+    config = tiny_config(run_dir=tmp_path / "run", save_every=2, resume=True)
+    first = replace(config, train=replace(config.train, resume=False))
+
+    def stop(line: str) -> None:
+        if line.startswith("step 10/"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    make_engine(first, tokens, log=stop).run()
+    harm(tmp_path / "run/checkpoints/step-00000010/optimizer.safetensors", "flip")
+    lines: list[str] = []
+    make_engine(config, tokens, log=lines.append).run()
+    assert any("skipped step-00000010: optimizer.safetensors differs" in line for line in lines)
+    assert any("at step 8" in line for line in lines)
+    assert run_results(tmp_path / "run") == run_results(tmp_path / "straight")
+    assert (tmp_path / "run/checkpoints/damaged-step-00000010").is_dir()
+
+
+@pytest.mark.parametrize("fault", ["full", "almost full", "read-only"])
+def test_a_save_that_fails_keeps_the_earlier_checkpoint_b079(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    small_checkpoint(tmp_path, 4)
+    if fault == "full":
+
+        def fail(*args, **kwargs):
+            Path(args[1]).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(train_engine, "save_file", fail)
+    elif fault == "almost full":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    else:
+
+        def refuse(*args, **kwargs):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    message = r"checkpoint of step 8 could not be written .* step-00000004 is kept"
+    with pytest.raises(TrainingError, match=message) as caught:
+        small_checkpoint(tmp_path, 8)
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+    assert newest_checkpoint(tmp_path)[0].name == "step-00000004"
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        small_checkpoint(tmp_path, step, keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+# ---------------------------------------------------------------------------
+# Run folder
+
+
+def test_run_folder_refusals(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"must be empty, got 1 entries \(notes.txt"):
+        make_engine(tiny_config(run_dir=tmp_path / "used"), tokens).run()
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        make_engine(tiny_config(run_dir=tmp_path / "absent", resume=True), tokens).run()
+    assert not (tmp_path / "absent").exists()
+    folder = train_engine._RunFolder(tmp_path / "held", resume=False)
+    with pytest.raises(ValueError, match="in use by another process"):
+        train_engine._RunFolder(tmp_path / "held", resume=False)
+    folder.close()
+    train_engine._RunFolder(tmp_path / "held", resume=False).close()
+
+
+def test_resume_refuses_another_run(tmp_path: Path) -> None:
+    tokens = one_document(tmp_path)
+    config = tiny_config(steps=4, run_dir=tmp_path / "run")
+    make_engine(config, tokens).run()
+    changed = tiny_config(steps=4, run_dir=tmp_path / "run", resume=True, seed=1)
+    with pytest.raises(ValueError, match=r"must keep train.seed = 0, got 1"):
+        make_engine(changed, tokens).run()
+    (tmp_path / "other").mkdir()
+    other = one_document(tmp_path / "other", 901)
+    with pytest.raises(ValueError, match=r"must keep data.count = 900, got 901"):
+        make_engine(tiny_config(steps=4, run_dir=tmp_path / "run", resume=True), other).run()
+
+
+def test_run_names_count_up(tmp_path: Path) -> None:
+    assert next_run_dir("nano", tmp_path) == tmp_path / "nano-001"
+    for name in ("nano-001", "nano-007", "nano-x", "nano-old-009"):
+        (tmp_path / name).mkdir()
+    assert next_run_dir("nano", tmp_path) == tmp_path / "nano-008"
+
+
+def test_torn_metrics_are_dropped_on_resume(tmp_path: Path) -> None:
+    folder = train_engine._RunFolder(tmp_path / "run", resume=False)
+    for step in (1, 2, 3):
+        folder.append({"step": step, "loss": math.nan})
+    with open(folder.metrics, "a") as file:
+        file.write('{"step": 4, "lo')
+    folder.truncate(2)
+    assert folder.metrics.read_text() == '{"loss": null, "step": 1}\n{"loss": null, "step": 2}\n'
+    folder.close()
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    tokens = token_file(tmp_path, [[70, 1, 2] * 40], vocab=71)
+    with pytest.raises(ValueError, match="holds id 70, the model's vocabulary is 61"):
+        make_engine(tiny_config(steps=2), tokens)
+
+
+# ---------------------------------------------------------------------------
+# Weights file (R21, B055)
+
+
+def saved_model(tmp_path: Path) -> tuple[TrainingEngine, Path]:
+    engine = make_engine(tiny_config(), one_document(tmp_path))
+    engine.train_step()
+    path = tmp_path / "final.safetensors"
+    save_weights(path, engine._average(), engine.config, tokenizer_json='{"x": 1}', eos_id=3, step=1, tokens=32)
+    return engine, path
+
+
+def test_weights_file_reads_back_to_identical_logits_b055(tmp_path: Path) -> None:
+    engine, path = saved_model(tmp_path)
+    model, info = load_weights(path)
+    ids = torch.tensor([pattern(30)])
+    with torch.no_grad():
+        assert torch.equal(model(ids).hidden, engine.model(ids).hidden)
+    assert torch.equal(model.embedding, engine.model.embedding)
+    assert (info["tokenizer_json"], info["eos_id"], info["step"], info["tokens"]) == ('{"x": 1}', 3, 1, 32)
+    assert info["config"] == engine.config
+    assert info["parameters"] == engine.config.model.total_parameters
+    with safe_open(path, "pt") as file:
+        assert list(file.metadata()) == ["description"]
+        assert sum("embedding" in name for name in file.keys()) == 1
+    again = tmp_path / "again.safetensors"
+    save_weights(again, engine._average(), engine.config, tokenizer_json='{"x": 1}', eos_id=3, step=1, tokens=32)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_matrices_can_be_read_in_16_bit(tmp_path: Path) -> None:
+    engine, path = saved_model(tmp_path)
+    model, _ = load_weights(path, dtype=torch.bfloat16)
+    for spec in model.parameter_table():
+        wide = spec.role in ("vector", "gate")
+        assert spec.parameter.dtype == (torch.float32 if wide else torch.bfloat16), spec.name
+    ids = torch.tensor([pattern(9)])
+    with torch.no_grad():
+        error = (model(ids).hidden - engine.model(ids).hidden).norm() / engine.model(ids).hidden.norm()
+    assert 1e-5 < error < 0.05
+    assert load_weights(path, precision=PrecisionConfig(precision="bf16"))[0].compute_type == torch.bfloat16
+
+
+def test_bf16_on_a_cpu_computes_in_fp32_and_says_so(tmp_path: Path) -> None:
+    config = replace(tiny_config(), precision=PrecisionConfig(precision="bf16"))
+    engine = make_engine(config, one_document(tmp_path))
+    engine.train_step()
+    assert engine.state.step == 1 and "computing in fp32" in engine.notes[0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+def test_damaged_weights_are_refused_in_one_line(tmp_path: Path, damage: str) -> None:
+    _, path = saved_model(tmp_path)
+    harm(path, damage)
+    with pytest.raises(ValueError, match=r"final\.safetensors") as caught:
+        load_weights(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bit_of_the_description_is_seen(tmp_path: Path) -> None:
+    _, path = saved_model(tmp_path)
+    data = path.read_bytes()
+    at = data.index(b'eos_id\\": 3')
+    path.write_bytes(data[: at + 10] + b"4" + data[at + 11 :])
+    with pytest.raises(ValueError, match="description is damaged"):
+        load_weights(path)
+
+
+def test_missing_extra_and_foreign_tensors_are_named(tmp_path: Path) -> None:
+    _, path = saved_model(tmp_path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    for change, message in (
+        ({"final_norm.offset": None}, "lacks tensor final_norm.offset"),
+        ({"head": torch.zeros(1)}, "has the unknown tensor head"),
+        ({"final_norm.offset": torch.zeros(7)}, r"final_norm.offset must be \(64,\) float32, got \(7,\)"),
+    ):
+        changed = {name: x for name, x in {**tensors, **change}.items() if x is not None}
+        save_file(changed, path, metadata)
+        with pytest.raises(ValueError, match=message):
+            load_weights(path)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="not a weights file of this program"):
+        load_weights(path)
+
+
+def test_exported_weights_are_the_terminal_average_b066(tmp_path: Path) -> None:
+    config = tiny_config(steps=12, average=0.5, run_dir=tmp_path / "run")
+    engine = make_engine(config, one_document(tmp_path))
+    history = []
+    train_step = engine.train_step
+
+    def recorded() -> None:
+        train_step()
+        history.append(engine.model.embedding.detach().double().clone())
+
+    engine.train_step = recorded
+    engine.run()
+    # the last half: steps 7 to 12, weight (1 - e^{-n/tau}) e^{-(tokens to the end)/tau}
+    share = [math.exp((i - 11) / (6 / 3)) for i in range(6, 12)]
+    truth = sum(w * x for w, x in zip(share, history[6:], strict=True)) / sum(share)
+    got = load_file(tmp_path / "run/final.safetensors")["embedding"]
+    assert (got - truth).abs().max() < 1e-5
+    assert (got - history[-1]).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------------------
+# Evaluation
+
+
+def test_evaluate_equals_a_direct_computation_and_segments_change_nothing(tmp_path: Path) -> None:
+    tokens = many_documents(tmp_path)
+    engine = make_engine(tiny_config(), tokens)
+    model = engine.model
+    whole = evaluate(model, tokens, 48, split="training", micro_batch_tokens=96)
+    cut = evaluate(model, tokens, 48, micro_batch_tokens=11)
+    assert whole.loss == pytest.approx(cut.loss, rel=1e-5) and whole.targets == cut.targets == tokens.supervised
+    assert whole.bits_per_byte is None and whole.split == "training"
+    total = sum(row[2] * row[3] for row in whole.by_position)
+    assert total / whole.targets == pytest.approx(whole.loss, rel=1e-6)
+    assert [row[:2] for row in whole.by_position] == [(0, 16), (16, 64)]
+    loss = count = 0.0
+    with torch.no_grad():
+        for batch in train_engine.validation_batches(tokens, 48):
+            hidden = model(batch.inputs, doc_start=batch.doc_start).hidden
+            logits = (hidden @ model.embedding.T * model.config.logit_scale).flatten(0, 1)
+            loss += F.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100, reduction="sum").item()
+            count += (batch.targets >= 0).sum().item()
+    assert whole.loss == pytest.approx(loss / count, rel=1e-5)
+    assert evaluate(model, tokens, 48, stop=lambda: True) is None
+
+
+def test_multiple_choice_takes_the_best_mean(tmp_path: Path) -> None:
+    model = make_engine(tiny_config(), one_document(tmp_path)).model.eval()
+    questions = [("abc", ["d", "efgh"]), ("x", ["yz", "q", "rr"])]
+
+    def encode(text: str) -> list[int]:
+        return [ord(c) % 61 for c in text]
+
+    def mean(prompt: str, choice: str) -> float:
+        ids, start = encode(prompt + choice), len(prompt)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).hidden[0] @ model.embedding.T * model.config.logit_scale
+        return logits.log_softmax(-1)[torch.arange(start - 1, len(ids) - 1), ids[start:]].mean().item()
+
+    best = [max(range(len(c)), key=lambda i, p=p, c=c: mean(p, c[i])) for p, c in questions]
+    path = tmp_path / "choices.jsonl"
+    lines = [{"prompt": p, "choices": c, "answer": b} for (p, c), b in zip(questions, best, strict=True)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert multiple_choice(model, encode, path) == (1.0, 2)
+    lines[0]["answer"] = 1 - best[0]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert multiple_choice(model, encode, path) == (0.5, 2)
+    path.write_text('{"prompt": "a", "choices": ["b"], "answer": 0}')
+    with pytest.raises(ValueError, match=r"choices.jsonl:1: needs two choices"):
+        multiple_choice(model, encode, path)
+
+
+# ---------------------------------------------------------------------------
+# Device, plan, pre-flight
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "refused"),
+    [
+        ("fp32", (7, 5), False), ("bf16", (8, 0), False), ("fp8", (8, 0), True), ("fp8", (8, 9), False),
+        ("fp4", (9, 0), True), ("fp4", (10, 0), False), ("fp4", (10, 3), False), ("fp4-emulated", (8, 0), False),
+        ("bf16", None, False), ("fp8", None, True), ("fp4", None, True), ("fp4-emulated", None, False),
+    ],
+)  # fmt: skip
+def test_precisions_are_refused_by_name(precision: str, capability: tuple[int, int] | None, refused: bool) -> None:
+    facts = replace(H200 if capability else FACTS, capability=capability)
+    if refused:
+        with pytest.raises(ValueError, match=f"precision {precision} needs matrix units of sm_"):
+            require_precision(precision, facts)
+    else:
+        note = require_precision(precision, facts)
+        assert (note is not None) == (precision == "fp4-emulated" or (precision, capability) == ("bf16", None))
+
+
+def test_capability_line() -> None:
+    facts = describe_device("cpu")
+    assert facts.kind == "cpu" and facts.free > 0 and facts.probed_peak > 1e8
+    assert "matrix units: fp32; bf16 falls back to fp32" in facts.describe()
+    assert "sm_90" in H200.describe() and "fp32, bf16, fp8; fp4 only as fp4-emulated" in H200.describe()
+    with pytest.raises(ValueError, match="device must be auto"):
+        describe_device("tpu")
+
+
+def test_plan_of_the_full_model_r1() -> None:
+    costs = plan(preset("full"), H200)
+    assert costs.matrix_parameters == 5_497_569_280 and costs.parameters == preset("full").model.total_parameters
+    text = "\n".join(costs.describe())
+    assert "4,960,153,600" in text and "5,497,569,280" in text and "multiple of 7" in text
+    assert costs.recompute == "layer"
+    # weights, gradients, momentum and average of 5.6e9 parameters at 4 bytes each, and activations
+    assert 90e9 < costs.training_bytes < 140e9
+    assert costs.checkpoint_bytes > 12 * costs.parameters
+    measured = plan(preset("full"), H200, tokens_per_second=10_000.0)
+    assert measured.hours == pytest.approx(250e6 / 10_000 / 3600)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_recomputing_more_needs_less_memory(name: str) -> None:
+    config = preset(name)
+    plans = [plan(replace(config, train=replace(config.train, recompute=c)), H200) for c in ("none", "ffn", "layer")]
+    needed = [p.training["activations and cross entropy"] for p in plans]
+    assert needed[0] > needed[1] > needed[2]
+    assert choose_recompute(preset("nano"), H200) == "none"
+
+
+@pytest.mark.parametrize("recompute", ["none", "ffn"])
+def test_planned_activations_are_what_autograd_keeps(tmp_path: Path, recompute: str) -> None:
+    ids = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    config = preset("nano").with_values({"context": 256, "tokens_per_step": 512, "total_tokens": 512, "device": "cpu"})
+    engine = make_engine(config, token_file(tmp_path, [ids], vocab=4096))
+    (batch,) = engine._load(0)[1]
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        engine.model(batch.inputs, doc_start=batch.doc_start, recompute=recompute)
+    weights = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    found = sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in weights) / batch.tokens
+    planned = train_engine._SAVED_RATIO["cpu"] * train_engine._activation_bytes(config, recompute)
+    assert planned == pytest.approx(found, rel=0.25)
+
+
+def test_parameters_of_a_plan_are_the_models(tmp_path: Path) -> None:
+    engine = make_engine(tiny_config(), one_document(tmp_path))
+    assert sum(p.numel() for p in engine.model.parameters()) == plan(engine.config, FACTS).parameters
+    state = sum(x.numel() for part in (engine.optimizer.state_dict(), engine.model.state_dict()) for x in part.values())
+    assert state * 4 + 4 * plan(engine.config, FACTS).parameters == pytest.approx(
+        plan(engine.config, FACTS).checkpoint_bytes, rel=1e-3
+    )
+
+
+def test_preflight_names_bytes_and_fixes(tmp_path: Path) -> None:
+    small = replace(H200, free=60 * 10**9)
+    with pytest.raises(ValueError, match=r"training needs [\d,]+ bytes of memory, found 55,200,000,000") as caught:
+        preflight(preset("full"), small)
+    assert "--preset base" in str(caught.value) and "\n" not in str(caught.value)
+    slow = preset("full").with_values({"max_hours": 0.5})
+    with pytest.raises(ValueError, match=r"hours on NVIDIA H200, max_hours is 0.5"):
+        preflight(slow, H200)
+    assert preflight(preset("nano"), H200, folder=tmp_path / "a/b").recompute == "none"
+    wide = preset("base").with_values({"micro_batch_tokens": 131072, "recompute": "none"})
+    tight = replace(H200, free=40 * 10**9)
+    with pytest.raises(ValueError, match=r"--micro-batch-tokens \d+ \("):
+        preflight(wide, tight)
+
+
+def test_choose_preset_r22() -> None:
+    name, line = choose_preset(FACTS, 12.0)
+    assert name == "nano" and line.startswith("preset: nano, ")
+    assert choose_preset(H200, 1e6)[0] == "full"
+    assert choose_preset(replace(H200, free=60 * 10**9), 1e6)[0] == "base"
+    assert choose_preset(H200, 1e-6)[0] == "nano"
