@@ -685,7 +685,9 @@ def _fused_residual_sphere_torch(residual: Tensor, branch: Tensor, weight: Tenso
 
 def _fused_swiglu_torch(gate: Tensor, up: Tensor) -> Tensor:
     work = _compute_dtype(gate)
-    return (F.silu(gate.to(work)) * up.to(work)).to(gate.dtype)
+    g = gate.to(work)
+    # exp and division, not F.silu: torch's silu rounds the scalar tail of a tensor otherwise than its vector part
+    return (g / (1 + torch.exp(-g.clamp(min=-80))) * up.to(work)).to(gate.dtype)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -4498,10 +4500,12 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.precision = precision
         self.delayed_scale = DelayedScale() if precision == "fp8" else None
+        # drives the stochastic rounding of fp4 gradients; the training engine sets it anew each step
+        self.rounding_seed = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.precision == "fp4":
-            return microscaled_fp4_gemm(x, self.weight)
+            return microscaled_fp4_gemm(x, self.weight, seed=self.rounding_seed)
         if self.precision == "fp8":
             return fp8_linear(x, self.weight, self.delayed_scale)
         # the vendor's product: 688 TFLOP/s on one H200 at 8192 x 3584 x 11008; ours is for where it has none (fused

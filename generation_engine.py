@@ -379,6 +379,7 @@ class StreamingGenerationEngine:
             depth = len(paths[first])
             level = range(first, len(ids))
             embedded = self.model.embed(self._ids(ids[first:]))  # (1, n, D)
+            # one hidden state serves both depths' rows: depth 1 has one node, and depth 2's nodes share its output
             hidden = self.model.draft.step(depth, hidden.expand(-1, len(level), -1), embedded)
             logits = self.model.logits(hidden)[0]  # (n, W)
             noise = self._noise(position + depth + 1)
@@ -387,7 +388,6 @@ class StreamingGenerationEngine:
                     ids.append(token)
                     paths.append([*paths[node], token])
             first = level.stop
-            hidden = hidden.repeat_interleave(DRAFT_WIDTH, 1)
         return ids
 
     def _propose(self, logits: Tensor, noise: Tensor | None, history: TextHistory, ahead: list[int]) -> list[int]:

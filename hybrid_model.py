@@ -324,8 +324,10 @@ class HybridLanguageModel(nn.Module):
 
     @property
     def compute_type(self) -> torch.dtype:
-        """Type of activations: PrecisionConfig's, or float64 where the masters are (verification)."""
-        return torch.float64 if self.embedding.dtype == torch.float64 else self._compute_type
+        """Type of activations: PrecisionConfig's on a GPU, float32 on a CPU, float64 where the masters are."""
+        if self.embedding.dtype == torch.float64:
+            return torch.float64
+        return torch.float32 if self.embedding.device.type == "cpu" else self._compute_type
 
     def embed(self, ids: Tensor) -> Tensor:
         """Look ids (...,) up on the sphere: (..., D) in the compute type."""
@@ -422,6 +424,12 @@ class HybridLanguageModel(nn.Module):
         return index if doc_start is None else index - doc_start
 
     # Parameters
+
+    def seed_rounding(self, step: int) -> None:
+        """Give every 4-bit projection its own noise for a step's stochastic rounding, the same in a recomputation."""
+        narrow = [m for m in self.modules() if isinstance(m, Projection) and m.precision == "fp4"]
+        for i, projection in enumerate(narrow):
+            projection.rounding_seed = step * len(narrow) + i
 
     def parameter_table(self) -> list[ParameterSpec]:
         """List every parameter once with its role, fan-in and fan-out."""

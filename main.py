@@ -18,7 +18,7 @@ import torch
 
 import model_config
 from dataset_pipeline import TextDecoder, TokenFile, bytes_of_id, demo_corpus, encode_prompt, open_tokens, prepare
-from generation_engine import StreamingGenerationEngine
+from generation_engine import GenerationStatistics, StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, PrecisionConfig, preset, suggest_name
 from train_engine import (
@@ -130,23 +130,23 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--preset", **presets)
     _add_fields(plan, tuple(s for s in everything if s != "generation"))
 
-    generate = command("generate", "Stream text from a weights file: text to standard output, figures to standard error.")
+    generate = command("generate", "Stream text from weights: text to standard output, figures to standard error.")
     generate.add_argument("--weights", required=True, help="final.safetensors of a run")
     generate.add_argument("--prompt", help="text to continue; without it and --prompt-file, standard input is read")
     generate.add_argument("--prompt-file", help="file whose text is continued")
-    generate.add_argument("--chat", action="store_true", help="converse: one line in, one answer out, until end of input")
+    generate.add_argument("--chat", action="store_true", help="one line in, one answer out, until end of input")
     _add_fields(generate, ("generation",))
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
 
     prepare = command("prepare", "Turn text, .jsonl or folders into tokens.bin, its side files and tokenizer.json.")
-    prepare.add_argument("--text", nargs="+", required=True, metavar="PATH", help="files (.txt, .jsonl, .xz, .gz), folders")
+    prepare.add_argument("--text", nargs="+", required=True, metavar="PATH", help="text, .jsonl (.xz, .gz), folders")
     prepare.add_argument("--out", required=True, help="folder for tokens.bin, tokens.val.bin and tokenizer.json")
     prepare.add_argument("--vocab-size", type=_integer, default=16384, metavar="N", help="ids of a new tokenizer")
     prepare.add_argument("--tokenizer", help="use this tokenizer.json in place of training one")
-    prepare.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="share of documents held out")
-    prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="documents held out, in place of a share")
-    prepare.add_argument("--join", choices=("source",), help="join ordered documents of one source into one long document")
-    prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are counted and named")
+    prepare.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="documents held out")
+    prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="the same, as a count")
+    prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
+    prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are named")
     prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice")
 
     evaluate = command("evaluate", "Print loss, bits per byte and loss by position of weights on a named split.")
@@ -172,7 +172,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------
 # Commands
 
-DEMO_VOCABULARY = 4096
+DEMO_VOCABULARY = 2048  # about 3 bytes a token on 1 MB of text; the head is a third of the work at 4,096
 CHAT_USER, CHAT_MODEL = "User: ", "\nAssistant:"
 
 
@@ -204,10 +204,11 @@ def _demo_data() -> str:
     return str(data)
 
 
-def _configure(arguments: argparse.Namespace, facts: DeviceFacts, *, needs_data: bool) -> tuple[Config, TokenFile | None]:
+def _configure(
+    arguments: argparse.Namespace, facts: DeviceFacts, *, needs_data: bool
+) -> tuple[Config, TokenFile | None]:
     """Resolve preset, settings and vocabulary; open the token file, so that a bad one stops everything else."""
-    given = _settings(arguments)
-    name = arguments.preset
+    given, name = _settings(arguments), arguments.preset
     if given.get("resume"):
         if "run_dir" not in given:
             raise ValueError("--resume needs --run-dir, the folder of the run to go on with")
@@ -220,6 +221,8 @@ def _configure(arguments: argparse.Namespace, facts: DeviceFacts, *, needs_data:
             name, line = choose_preset(facts, float(given.get("max_hours", Config().train.max_hours)))
             print(line)
         config = preset(name).with_values(given)
+        if config.train.run_dir is None:
+            config = config.with_values({"run_dir": str(next_run_dir(name))})
     if needs_data and config.train.data is None:
         config = config.with_values({"data": _demo_data()})
     if config.train.data is None:
@@ -235,8 +238,7 @@ def _train(arguments: argparse.Namespace) -> int:
     facts = describe_device(getattr(arguments, "device", "auto"))
     print(facts.describe(), flush=True)
     config, tokens = _configure(arguments, facts, needs_data=True)
-    named = Path(config.train.run_dir) if config.train.run_dir else next_run_dir(arguments.preset)
-    config = config.with_values({"run_dir": str(named)})
+    named = Path(config.train.run_dir)
     for line in preflight(config, facts, folder=named).describe():
         print(line)
     path = Path(config.train.val_data) if config.train.val_data else Path(config.train.data).with_suffix(".val.bin")
@@ -280,12 +282,20 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(weights: str | Path, facts: DeviceFacts, precision: str | None) -> tuple[HybridLanguageModel, dict[str, object]]:
+def _load(
+    weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
+) -> tuple[HybridLanguageModel, dict[str, object]]:
     """Read weights for inference: 16-bit matrices where the device multiplies them, float32 elsewhere."""
     choice = precision or ("bf16" if facts.kind == "cuda" else "fp32")
     require_precision(choice, facts)
     dtype = torch.float32 if choice == "fp32" else torch.bfloat16
-    return load_weights(Path(weights), facts.kind, dtype=dtype, precision=PrecisionConfig(precision=choice))
+    return load_weights(
+        Path(weights),
+        facts.kind,
+        dtype=dtype,
+        precision=PrecisionConfig(precision=choice),
+        attention_scope=attention_scope,
+    )
 
 
 def _load_engine(
@@ -298,6 +308,17 @@ def _load_engine(
     table = bytes_of_id(tokenizer) if tokenizer else None
     token_bytes = (lambda token: table[token] if token < len(table) else b"") if table else None
     return StreamingGenerationEngine(model, options, info["eos_id"], token_bytes=token_bytes), tokenizer
+
+
+def _figures(done: GenerationStatistics) -> str:
+    """One line on a finished request."""
+    drafts = "".join(f", depth {i} accepted {a:.1%}" for i, a in enumerate(done.acceptance, 1) if done.drafted[i - 1])
+    return (
+        f"{done.prompt_tokens:,} prompt tokens in {done.prefill_seconds:.2f} s; {done.tokens:,} tokens at "
+        f"{done.tokens_per_second:.1f} a second, {done.tokens_per_call:.2f} a model call{drafts}; entropy "
+        f"{done.entropy_mean:.2f} nats, repeated {done.repetition:.1%}; stopped by {done.stop_reason}; state "
+        f"{done.state_bytes / 1e6:.1f} MB, cache {done.cache_bytes / 1e6:.1f} MB"
+    )
 
 
 def _stream(engine: StreamingGenerationEngine, tokenizer: str | None, prompt: str) -> str:
@@ -322,7 +343,7 @@ def _stream(engine: StreamingGenerationEngine, tokenizer: str | None, prompt: st
     finally:
         stream.close()
         put(decoder.flush())
-        _say("\n" + engine.statistics.describe())
+        _say("\n" + _figures(engine.statistics))
     return "".join(pieces)
 
 

@@ -1203,6 +1203,7 @@ class TrainingEngine:
         step_plan, batches = self._batches(state.step)
         done = self.loader.tokens_before(state.step)
         if step_plan.supervised > 0:
+            self.model.seed_rounding(state.step)
             for batch in batches:
                 self._accumulate(batch.to(self.device, non_blocking=True), step_plan)
             multiplier = self.scheduler.multiplier(done, step_plan.tokens)

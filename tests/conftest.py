@@ -10,6 +10,7 @@ _device_constructors()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs the Triton kernels natively")
+    config.addinivalue_line("markers", "compile: cross-compiles kernels for GPUs that are not here")
     config.addinivalue_line("markers", "interpret: runs Triton kernels in the interpreter, float32, in a subprocess")
 
 

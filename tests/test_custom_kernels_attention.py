@@ -660,8 +660,8 @@ ATTENTION_SIGNATURES = {
         "T P old_rows anchors n_items"),
     "_rotary_kernel": ("x:* cos:*fp32 sin:*fp32 y:*", "rows T batch_stride sign:fp32"),
     "_paged_pages_kernel": (
-        "q:pages key:codes key_scale:*fp32 value:codes value_scale:*fp32 table:*i32 length:*i32 position:*i32 acc:*fp32 "
-        "m:*fp32 l:*fp32", "N R window anchors scale2:fp32"),
+        "q:pages key:codes key_scale:*fp32 value:codes value_scale:*fp32 table:*i32 length:*i32 position:*i32 "
+        "acc:*fp32 m:*fp32 l:*fp32", "N R window anchors scale2:fp32"),
     "_paged_node_kernel": (
         "q:* q_far:* recent_k:* recent_v:* scratch_k:* scratch_v:* near:* far:* anchor_v:* tree:*i32 length:*i32 "
         "position:*i32 acc:*fp32 m:*fp32 l:*fp32 y:*", "N anchor_rows window anchors n_splits scale2:fp32"),

@@ -270,7 +270,8 @@ def test_scope_full_reaches_every_position_with_and_without_drafts():
 
 def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridLanguageModel):
     ids = torch.tensor([PROMPT])
-    engine = StreamingGenerationEngine(model, replace(GREEDY, drafts=True))
+    # a bonus in place of a penalty, large enough to decide: the draft at depth 1 must count at depth 2
+    engine = StreamingGenerationEngine(model, replace(GREEDY, drafts=True, frequency_penalty=-99.0))
     model.prefill(ids[:, :-1], engine.state)
     proposed = engine._draft(PROMPT[-1], len(PROMPT) - 1, engine._trees[2], TextHistory(engine.options))
     with torch.no_grad():
@@ -348,10 +349,24 @@ def test_a_stop_string_may_span_tokens(model: HybridLanguageModel, lead: int):
     _same(plain, drafted)
 
 
+def test_a_stop_string_does_not_span_requests(model: HybridLanguageModel):
+    options = replace(SAMPLED, max_new_tokens=10)
+    _, free = _plain(model, options)
+    spell = [bytes([97 + i]) for i in range(TINY.vocab_size)]
+    stop = spell[free[-1]] + spell[free[0]]
+    assert stop not in b"".join(spell[i] for i in free)
+    engine, text = _plain(model, replace(options, stop=stop.decode()), token_bytes=spell.__getitem__)
+    assert text == free and _run(engine) == free
+
+
 def test_minimum_length_forbids_the_end_on_each_path(model: HybridLanguageModel):
     options = replace(SAMPLED, max_new_tokens=60, ignore_eos=False)
     _, free = _plain(model, options)
-    eos = free[5]
+    first = next(i for i in range(5, 20) if free[i] not in free[:i])
+    eos = free[first]
+    allowed = _plain(model, replace(options, min_new_tokens=first), eos_id=eos)[1]
+    assert allowed == free[: first + 1], "the token after min_new_tokens may be the end"
+    assert _plain(model, replace(options, min_new_tokens=first + 1), eos_id=eos)[1][first] != eos
     options = replace(options, min_new_tokens=20)
     plain, text = _plain(model, options, eos_id=eos)
     assert eos not in text[:20] and text != free
@@ -403,6 +418,13 @@ def test_edges_of_a_request(model: HybridLanguageModel):
     engine = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=5, drafts=True), eos_id=3)
     assert _run(engine, []) == _run(engine, [3]), "an empty prompt starts as a document does"
     assert len(_run(engine, [1])) == 5
+    trees, draft = [], engine._draft
+    engine._draft = lambda root, position, tree, history: trees.append((position, len(tree.children))) or draft(
+        root, position, tree, history
+    )
+    _run(engine, [1, 2])
+    depth = {1: 0, 3: 1, 7: 2}
+    assert max(position + depth[nodes] for position, nodes in trees) <= 2 + 5 - 2, "no node past the last position run"
     nothing = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=0))
     assert _run(nothing) == [] and nothing.statistics.stop_reason == "length"
 

@@ -4,8 +4,8 @@
 
 The baseline is a pre-norm decoder (rotary attention with QK normalisation, SwiGLU, tied embedding scaled as usual) with
 decoupled weight decay Adam (beta2 0.95), warm-up and cosine, its rate the best of a grid that is extended until the
-best point is interior. Documents are masked for both, targets never cross them. The product runs through its own command.
-Prints a table and one JSON line; writes a picture.
+best point is interior. Documents are masked for both, targets never cross them. The product runs through its own
+command. Prints a table and one JSON line; writes a picture.
 """
 
 import argparse
@@ -87,7 +87,9 @@ def dense_for(parameters: int, vocab: int, width: int, layers: int, heads: int, 
     return model
 
 
-def train_dense(model: DenseTransformer, rate: float, loader: PackedSequenceDataLoader, steps: int, val, device) -> dict:
+def train_dense(
+    model: DenseTransformer, rate: float, loader: PackedSequenceDataLoader, steps: int, val: list, device: torch.device
+) -> dict:
     """Train on the loader's own batches; return the curve and the validation loss in nats."""
     decayed = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -137,7 +139,7 @@ def tune_dense(arguments: argparse.Namespace, device: torch.device) -> list[dict
         model = dense_for(config.matrix_parameters, config.vocab_size, config.hidden_dim, config.layers,
                           config.num_query_heads, arguments.context).to(device)  # fmt: skip
         loader = PackedSequenceDataLoader(tokens, stages, seed=0, micro_batch_tokens=32768)
-        batches = validation_batches(val, arguments.context, arguments.val_tokens)
+        batches = list(validation_batches(val, arguments.context, arguments.val_tokens, micro_batch_tokens=32768))
         runs[rate] = train_dense(model, rate, loader, sum(s.steps for s in stages), batches, device)
         print(f"dense, rate {rate:.1e}: validation {runs[rate]['validation']:.4f} nats", flush=True)
         rates = sorted(runs)
