@@ -279,14 +279,17 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         _at_least("total_tokens", self.total_tokens, 1)
-        parts = (self.warmup_fraction, self.stable_fraction, self.decay_fraction)
-        if min(parts) < 0 or abs(sum(parts) - 1) > 1e-6:
-            raise ValueError(f"warmup, stable and decay fractions must be >= 0 and sum to 1, got {parts}")
-        if not 0 <= self.average_fraction <= 1 or not self.average_tau_fraction > 0:
-            raise ValueError(
-                "average_fraction must be within 0..1 and average_tau_fraction positive, "
-                f"got {self.average_fraction} and {self.average_tau_fraction}"
-            )
+        parts = {name: getattr(self, name) for name in ("warmup_fraction", "stable_fraction", "decay_fraction")}
+        if not all(part >= 0 for part in parts.values()) or abs(sum(parts.values()) - 1) > 1e-9:
+            named = ", ".join(f"{name} {part}" for name, part in parts.items())
+            raise ValueError(f"the phases' shares must be >= 0 and sum to 1, got {named}")
+        for name in ("final_lr_fraction", "average_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be within 0..1, got {getattr(self, name)}")
+        # e^(-1/share) weighs the span's first step against its last; below 1/64 float32 sums near the start of the span
+        # would leave the range of normal numbers
+        if not 1 / 64 <= self.average_tau_fraction < math.inf:
+            raise ValueError(f"average_tau_fraction must be finite and >= 1/64, got {self.average_tau_fraction}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

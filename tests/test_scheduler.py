@@ -108,8 +108,8 @@ def test_past_the_end_the_last_phases_final_value_stays(plan, past):
         pytest.param((10, -0.1, 0.7, 0.4), "warmup_fraction -0.1", id="negative warm-up"),
         pytest.param((10, 0.1, 0.5, 0.3), "stable_fraction 0.5", id="sum below one"),
         pytest.param((10, math.nan, 0.7, 0.3), "warmup_fraction nan", id="nan"),
-        pytest.param((0, 0.0, 1.0, 0.0), "total_tokens must be >= 1, got 0", id="no tokens"),
-        pytest.param((10, 0.1, 0.5, 0.4, 1.5), "final_lr_fraction must be in .0, 1., got 1.5", id="final above one"),
+        pytest.param((0, 0.0, 1.0, 0.0), "total_tokens must be at least 1, got 0", id="no tokens"),
+        pytest.param((10, 0.1, 0.5, 0.4, 1.5), "final_lr_fraction must be within 0..1, got 1.5", id="final above one"),
     ],
 )
 def test_b061_inconsistent_plans_are_refused_by_name(plan, named):
