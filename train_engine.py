@@ -1173,12 +1173,9 @@ class TrainingEngine:
         self.notes = [*([note] if note else []), *notes]
         self.device = torch.device(self.facts.kind)
         self.recompute = choose_recompute(self.config, self.facts)
-        falls_back = config.precision.precision == "bf16" and not self.facts.has_units("bf16")
         torch.manual_seed(config.train.seed)
         with self.device:
-            self.model = HybridLanguageModel(
-                config.model, PrecisionConfig(precision="fp32") if falls_back else config.precision
-            )
+            self.model = HybridLanguageModel(config.model, config.precision)
         self.model.init_weights(config.train.seed)
         self.optimizer = DualSpectralOptimizer(
             self.model.parameter_table(), config.optimizer, config.model.hidden_dim,
@@ -1344,7 +1341,7 @@ class TrainingEngine:
             self.train_step()
             step = self.state.step
             last = step == total
-            if step % train.log_every == 0 or last:
+            if step == 1 or step % train.log_every == 0 or last:
                 seconds = self._log_step(folder, logged_at, since)
                 self.state.seconds += seconds
                 logged_at, since = time.perf_counter(), self.state.tokens

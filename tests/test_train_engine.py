@@ -663,7 +663,8 @@ def test_matrices_can_be_read_in_16_bit(tmp_path: Path) -> None:
     with torch.no_grad():
         error = (model(ids).hidden - engine.model(ids).hidden).norm() / engine.model(ids).hidden.norm()
     assert 1e-5 < error < 0.05
-    assert load_weights(path, precision=PrecisionConfig(precision="bf16"))[0].compute_type == torch.bfloat16
+    # a CPU has no 16-bit path: the same weights compute in float32 there
+    assert load_weights(path, precision=PrecisionConfig(precision="bf16"))[0].compute_type == torch.float32
 
 
 def test_bf16_on_a_cpu_computes_in_fp32_and_says_so(tmp_path: Path) -> None:
