@@ -278,7 +278,7 @@ def matrix_product(
     return out
 
 
-def _skinny_product(x: Tensor, weight: Tensor) -> Tensor:
+def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Launch x (R, in) @ weight (out, in)^T for R <= 16; the split depends on the weight's shape only."""
     (rows, k), n = x.shape, weight.shape[0]
     # a float32 tile has the same bytes as a 16-bit one; sm_90: 4 stages of 20 KB, two programs a multiprocessor
@@ -289,7 +289,7 @@ def _skinny_product(x: Tensor, weight: Tensor) -> Tensor:
     while tiles * splits < 264 and k >= 512 * splits:
         splits *= 2
     KS = triton.cdiv(triton.cdiv(k, splits), BK) * BK
-    out = x.new_empty(rows, n)
+    out = x.new_empty(rows, n, dtype=dtype)
     target = out if splits == 1 else x.new_empty(splits, _SKINNY_ROWS, n, dtype=torch.float32)
     _skinny_product_kernel[(tiles, splits)](
         x, weight, target, rows, n, k, *x.stride(), *weight.stride(), KS,
@@ -301,13 +301,19 @@ def _skinny_product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def _linear_product_fwd(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[0], dtype=dtype)
+    if x.shape[0] <= _SKINNY_ROWS:
+        return _skinny_product(x, weight, dtype)
+    return matrix_product(x, weight, out=x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
+
+
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.shape[0] == 0:
-            return x.new_empty(0, weight.shape[0])
-        return _skinny_product(x, weight) if x.shape[0] <= _SKINNY_ROWS else matrix_product(x, weight)
+        return _linear_product_fwd(x, weight, x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -329,8 +335,10 @@ def _linear_product_torch(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)[:rows]
 
 
-def linear_product(x: Tensor, weight: Tensor) -> Tensor:
+def linear_product(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     """Return x @ weight^T, differentiable in both: x (..., in), weight (out, in) of one dtype -> (..., out).
+
+    wide keeps the float32 sums of 16-bit operands unrounded (logits); it has no gradient.
 
     Few rows (16 on CUDA, 8 on a CPU) run in one fixed tile with a fixed split over `in`, so that a row's result is
     the same bits whatever the number and the content of the other rows.
@@ -341,7 +349,13 @@ def linear_product(x: Tensor, weight: Tensor) -> Tensor:
     _require(x.dtype == weight.dtype, f"x and weight must have one dtype, got {x.dtype} and {weight.dtype}")
     _require_kernel_dtype("x", x)
     rows = x.reshape(-1, x.shape[-1])
-    out = _LinearProduct.apply(rows, weight) if _uses_kernel(x) else _linear_product_torch(rows, weight)
+    if not _uses_kernel(x):
+        out = _linear_product_torch(rows, weight)
+    elif wide:
+        _require(not torch.is_grad_enabled(), "a wide product has no gradient; call it under torch.no_grad()")
+        out = _linear_product_fwd(rows, weight, torch.float32)
+    else:
+        out = _LinearProduct.apply(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -1136,7 +1150,7 @@ def newton_schulz_orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
 
     matrix (R, C) or (n, R, C), any float dtype and any finite scale; same shape and dtype out. The spectral norm of the
     result is in 0.96..1.01; a zero matrix gives zero. CUDA iterates in bf16 when the smaller side is 256 or more.
-    Quintic iteration with coefficients of Jordan et al. (Muon, 2024), then two cubic Newton-Schulz steps.
+    Quintic iteration with the coefficients of "Muon: an optimizer for hidden layers" (2024), then two cubic steps.
     """
     _require(matrix.dim() in (2, 3), f"matrix must be (R, C) or (n, R, C), got {tuple(matrix.shape)}")
     _require(matrix.is_floating_point(), f"matrix must have a float dtype, got {matrix.dtype}")
@@ -4490,7 +4504,8 @@ STEP_ROWS = 16
 class Projection(nn.Module):
     """Linear map x (..., d_in) -> (..., d_out) without bias; float32 master weight, product in x's type.
 
-    precision: "wide" multiplies in x's own type, "fp8" and "fp4" quantise both operands (microscaled formats).
+    precision: "wide" multiplies in x's own type, "fp8" and "fp4" quantise both operands in training (microscaled
+    formats). Inference multiplies in x's type, by 4-bit weights after `pack`.
     `forward` serves sequences; `step` serves decoding, where a row's result must not depend on how many rows there
     are (fixed tiles, fixed split), so that drafts never change a token.
     """
@@ -4502,18 +4517,30 @@ class Projection(nn.Module):
         self.delayed_scale = DelayedScale() if precision == "fp8" else None
         # drives the stochastic rounding of fp4 gradients; the training engine sets it anew each step
         self.rounding_seed = 0
+        self.packed: PackedFP4 | None = None
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Keep the weight as 4-bit codes alone, for inference: x stays wide (weight-only), in prefill and decoding."""
+        signs = fp4_signs(self.weight.shape[1], self.weight.device)
+        self.packed = quantize_fp4(self.weight, signs=signs)
+        self.weight.data = self.weight.data.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.precision == "fp4":
+        if self.packed is not None:
+            return fp4_weight_only_linear(x, self.packed)
+        if self.precision == "fp4" and self.training:
             return microscaled_fp4_gemm(x, self.weight, seed=self.rounding_seed)
-        if self.precision == "fp8":
+        if self.precision == "fp8" and self.training:
             return fp8_linear(x, self.weight, self.delayed_scale)
         # the vendor's product: 688 TFLOP/s on one H200 at 8192 x 3584 x 11008; ours is for where it has none (fused
         # epilogues, quantised operands, fixed order)
         return F.linear(x, self.weight.to(x.dtype))
 
     def step(self, x: Tensor) -> Tensor:
-        """Map x (B, N, d_in), B * N <= STEP_ROWS, each row alone and bit for bit the same in any company."""
+        """Map x (B, N, d_in), B * N <= STEP_ROWS (8 on a CPU), each row the same bits in any company."""
+        if self.packed is not None:
+            return fp4_weight_only_linear(x, self.packed)
         return linear_product(x, self.weight.to(x.dtype))
 
 

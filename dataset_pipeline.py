@@ -730,8 +730,9 @@ def prepare(
         tokenizer_json = Path(tokenizer).read_text("utf-8")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    splits, ids = _encode_splits(texts(), held, tokenizer_json, out, sum(sizes))
+    # first: tokens without their tokenizer would train and then could not generate
     _write_atomically(out / "tokenizer.json", tokenizer_json.encode("utf-8"))
+    splits, ids = _encode_splits(texts(), held, tokenizer_json, out, sum(sizes))
     for stale in [] if held else list(out.glob("tokens.val.*")):
         stale.unlink()
     return PrepareReport(
@@ -849,10 +850,11 @@ def _encode_splits(
     _require(end is not None, f"the tokenizer must have {_END_OF_TEXT} to end documents; train one by `prepare`")
     vocabulary = max(library.get_vocab().values()) + 1
     digest = hashlib.sha256(tokenizer_json.encode("utf-8")).hexdigest()
-    facts = {"eos_id": end, "bos_id": None, "doc_at": "end", "tokenizer": "tokenizer.json", "tokenizer_sha256": digest}
+    facts = {"eos_id": end, "bos_id": end, "doc_at": "end", "tokenizer": "tokenizer.json", "tokenizer_sha256": digest}
     names = ["tokens.bin", "tokens.val.bin"][: 2 if held else 1]
-    # None closes a document
-    pieces = ((int(i in held), piece) for i, text in enumerate(texts) for piece in (*_pieces(text), None))
+    # the end-of-text id opens a document ("") and closes it (None): an id that only ever ended one would never be a
+    # context in training, and a text generated from nothing would start in a state that was never trained
+    pieces = ((int(i in held), piece) for i, text in enumerate(texts) for piece in ("", *_pieces(text), None))
     with contextlib.ExitStack() as stack:
         opened = (TokenWriter(out / name, vocab_size=vocabulary, facts=facts | {"text_bytes": 0}) for name in names)
         writers = [stack.enter_context(writer) for writer in opened]
@@ -860,10 +862,11 @@ def _encode_splits(
         while batch := list(itertools.islice(pieces, _BATCH_PIECES)):
             encoded = library.encode_batch_fast([piece or "" for _, piece in batch], add_special_tokens=False)
             for (split, piece), encoding in zip(batch, encoded, strict=True):
-                if piece is None:
+                if not piece:
                     writers[split].add([end])
+                if piece is None:
                     writers[split].end_document()
-                else:
+                elif piece:
                     size = len(piece.encode("utf-8"))
                     writers[split].add(encoding.ids)
                     writers[split].facts["text_bytes"] += size
@@ -1359,8 +1362,12 @@ def token_byte_lengths(tokens: TokenFile) -> np.ndarray:
     return lengths
 
 
-def unigram_bits_per_byte(train: TokenFile, val: TokenFile, *, limit_tokens: int | None = None) -> float:
-    """Return the bits per byte of val's targets under train's id frequencies (add one): no context at all."""
+def unigram_bits_per_byte(
+    train: TokenFile, val: TokenFile, length: int, *, limit_tokens: int | None = None
+) -> float:
+    """Return the bits per byte of val's targets under train's id frequencies (add one): no context at all.
+
+    length and limit_tokens as for validation_batches, so that both see the same targets."""
     byte_lengths = token_byte_lengths(val)
     counts = np.ones(len(byte_lengths), np.int64)
     other = f"{train.path} holds id {train.largest:,}, but the tokenizer of {val.path} has {len(counts):,} ids"
@@ -1369,7 +1376,7 @@ def unigram_bits_per_byte(train: TokenFile, val: TokenFile, *, limit_tokens: int
         counts += np.bincount(train.ids[begin : begin + _SCAN_TOKENS].astype(np.int64), minlength=len(counts))
     cost = np.log2(counts.sum()) - np.log2(counts)  # bits of each id
     bits, size = 0.0, 0
-    for batch in validation_batches(val, min(1 << 16, len(val)), limit_tokens, byte_lengths=byte_lengths):
+    for batch in validation_batches(val, length, limit_tokens, byte_lengths=byte_lengths):
         bits += float(cost[batch.targets[batch.loss_weights > 0].numpy()].sum())
         size += batch.target_bytes or 0
     _require(size > 0, f"{val.path}: its targets hold 0 bytes of text; validate on a file with text")

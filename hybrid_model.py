@@ -414,10 +414,9 @@ class HybridLanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden (B, N, D), B * N <= 8, to logits (B, N, W) float32, each row alone.
 
-        The product is in the embedding's own type: with float32 masters no logit is rounded to 16 bits.
+        The sums stay unrounded, as in the training loss: 16-bit logits are off by up to 0.02 at 14 and tie.
         """
-        product = linear_product(hidden.to(self.embedding.dtype), self.embedding)
-        return product.to(torch.promote_types(product.dtype, torch.float32)) * self.config.logit_scale
+        return linear_product(hidden.to(self.embedding.dtype), self.embedding, wide=True) * self.config.logit_scale
 
     def _positions(self, ids: Tensor, doc_start: Tensor | None) -> Tensor:
         index = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

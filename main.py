@@ -2,17 +2,21 @@
 
 Every field of model_config.py is a flag of the same name (--tokens-per-step for tokens_per_step), its help the comment
 above the field; nothing is restated here. An error that a user can cause is one line on standard error and exit
-code 2; text goes to standard output, figures to standard error.
+code 2; Ctrl-C is exit code 130, a reader that went away 141. Where a command makes text, the text goes to standard
+output and the figures to standard error.
 """
 
 import argparse
 import ast
 import inspect
+import math
+import os
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -67,23 +71,52 @@ def _form(hint: object) -> dict[str, object]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint), "type": type(get_args(hint)[0])}
-    if hint is int:
-        return {"type": _integer, "metavar": "N"}
-    if hint in (float, str):
-        return {"type": hint, "metavar": "X" if hint is float else "TEXT"}
-    raise TypeError(f"no command line form for field type {hint}")
+    forms = {int: (_integer, "N"), float: (_number, "X"), str: (str, "TEXT")}
+    if hint not in forms:
+        raise TypeError(f"no command line form for field type {hint}")
+    return dict(zip(("type", "metavar"), forms[hint], strict=True))
+
+
+def _number(text: str) -> float:
+    """Read a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
+    return value
 
 
 def _integer(text: str) -> int:
     """Read 1_000_000, 250e6 or 64k as an integer."""
     scale = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower(), 1)
-    value = float((text[:-1] if scale > 1 else text).replace("_", "").replace(",", "")) * scale
+    digits = (text[:-1] if scale > 1 else text).replace("_", "").replace(",", "")
+    if digits.removeprefix("-").isdecimal():
+        return int(digits) * scale
+    value = _number(digits) * scale
     if value != int(value):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(value)
 
 
+def _positive(text: str) -> int:
+    if (value := _integer(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+    return value
+
+
+def _default_note(section: str, name: str) -> str:
+    """Return '[0.95]', or '[nano 4, small 8, ...]' where the presets differ, or nothing where there is no default."""
+    values = {key: getattr(getattr(make(), section), name) for key, make in PRESETS.items()}
+    shown = {key: f"{x:g}" if isinstance(x, float) else str(x) for key, x in values.items() if x is not None}
+    if len(set(shown.values())) > 1:
+        return f"[{', '.join(f'{key} {x}' for key, x in shown.items())}]"
+    return f"[{next(iter(shown.values()))}]" if shown else ""
+
+
 def _add_fields(parser: argparse.ArgumentParser, sections: tuple[str, ...], only: tuple[str, ...] = ()) -> None:
+    """Add the fields of sections as flags; `only` names those of a command that reads their defaults elsewhere."""
     notes = _field_notes()
     for section in sections:
         cls = get_type_hints(Config)[section]
@@ -92,15 +125,23 @@ def _add_fields(parser: argparse.ArgumentParser, sections: tuple[str, ...], only
         for f in fields(cls):
             if only and f.name not in only:
                 continue
+            default = "" if only else _default_note(section, f.name)
             # a percent sign would start one of argparse's own formats
-            note = f"{notes.get(f.name, '')} [full: {f.default}]".strip().replace("%", "%%")
+            note = f"{notes.get(f.name, '')} {default}".strip().replace("%", "%%")
             flag = f"--{f.name.replace('_', '-')}"
             group.add_argument(flag, dest=f.name, default=argparse.SUPPRESS, help=note, **_form(hints[f.name]))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print forty lines of usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line; every configuration field is a flag of train and plan."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="main.py",
         description="Train a hybrid language model from a token file and generate long text from it.",
         epilog=(
@@ -131,138 +172,87 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fields(plan, tuple(s for s in everything if s != "generation"))
 
     generate = command("generate", "Stream text from weights: text to standard output, figures to standard error.")
-    generate.add_argument("--weights", required=True, help="final.safetensors of a run")
-    generate.add_argument("--prompt", help="text to continue; without it and --prompt-file, standard input is read")
-    generate.add_argument("--prompt-file", help="file whose text is continued")
+    generate.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
+    generate.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
+    generate.add_argument("--prompt-file", metavar="FILE", help="text to continue; its last line end is left out")
     generate.add_argument("--chat", action="store_true", help="one line in, one answer out, until end of input")
     _add_fields(generate, ("generation",))
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
 
     prepare = command("prepare", "Turn text, .jsonl or folders into tokens.bin, its side files and tokenizer.json.")
     prepare.add_argument("--text", nargs="+", required=True, metavar="PATH", help="text, .jsonl (.xz, .gz), folders")
-    prepare.add_argument("--out", required=True, help="folder for tokens.bin, tokens.val.bin and tokenizer.json")
-    prepare.add_argument("--vocab-size", type=_integer, default=16384, metavar="N", help="ids of a new tokenizer")
-    prepare.add_argument("--tokenizer", help="use this tokenizer.json in place of training one")
-    prepare.add_argument("--validation-fraction", type=float, default=0.05, metavar="X", help="documents held out")
-    prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="the same, as a count")
+    prepare.add_argument("--out", required=True, metavar="FOLDER", help="for the token files and tokenizer.json")
+    prepare.add_argument("--vocab-size", type=_integer, default=16384, metavar="N", help="of a new tokenizer [16384]")
+    prepare.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json in place of training one")
+    prepare.add_argument("--validation-fraction", type=_number, default=0.05, metavar="X", help="held out [0.05]")
+    prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="held out, as a count")
     prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
     prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are named")
-    prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice")
+    prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice [0]")
 
     evaluate = command("evaluate", "Print loss, bits per byte and loss by position of weights on a named split.")
-    evaluate.add_argument("--weights", required=True, help="final.safetensors of a run")
-    evaluate.add_argument("--data", help="token file of the split")
-    evaluate.add_argument("--choices", help=".jsonl of {prompt, choices, answer}: accuracy by mean log-likelihood")
-    evaluate.add_argument("--context", type=_integer, default=2048, metavar="N", help="row length")
-    _add_fields(evaluate, ("precision", "train"), only=("precision", "device", "eval_tokens"))
+    evaluate.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
+    evaluate.add_argument("--data", metavar="FILE", help="token file of the split")
+    choices = ".jsonl of {prompt, choices, answer}: accuracy by mean log-likelihood"
+    evaluate.add_argument("--choices", metavar="FILE", help=choices)
+    evaluate.add_argument("--context", type=_positive, default=2048, metavar="N", help="row length [2048]")
+    evaluate.add_argument("--eval-tokens", type=_positive, metavar="N", help="first tokens to read; default: all")
+    _add_fields(evaluate, ("precision", "train"), only=("precision", "device"))
     return parser
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse, and name the nearest flag where one is unknown."""
     parser = build_parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        known = [f for action in commands.choices[arguments.command]._actions for f in action.option_strings]
-        flag = unknown[0].split("=")[0]
-        raise ValueError(f"unknown flag {flag} of {arguments.command}{suggest_name(flag, known)}")
-    return arguments
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    if argv and argv[0] in commands.choices:
+        known = [flag for action in commands.choices[argv[0]]._actions for flag in action.option_strings]
+        for word in argv[1:]:
+            flag = word.split("=")[0]
+            # a word with a space is the value of a flag, such as a prompt
+            if len(flag) > 2 and flag.startswith("--") and " " not in flag and flag not in known:
+                raise ValueError(f"unknown flag {flag} of {argv[0]}{suggest_name(flag, known)}")
+    return parser.parse_args(argv)
 
 
 # ---------------------------------------------------------------------------
-# Commands
-
-DEMO_VOCABULARY = 2048  # about 3 bytes a token on 1 MB of text; the head is a third of the work at 4,096
-CHAT_USER, CHAT_MODEL = "User: ", "\nAssistant:"
-
-
-def _settings(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the configuration fields that the command line names."""
-    known = {f.name for cls in get_type_hints(Config).values() for f in fields(cls)}
-    return {name: value for name, value in vars(arguments).items() if name in known}
+# What is printed
 
 
 def _say(text: str) -> None:
-    """Print figures to standard error, so that standard output holds text alone."""
+    """Print figures beside a text: to standard error, so that standard output holds the text alone."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _open_data(config: Config, path: str, vocab_size: int | None) -> TokenFile:
-    train = config.train
-    dtype = None if train.data_dtype == "auto" else train.data_dtype
-    return open_tokens(path, dtype=dtype, doc_id=train.doc_id, doc_at=train.doc_at, vocab_size=vocab_size)
+def _log(text: str) -> None:
+    """Print a line at once; where nobody reads on (train | head), a run ends as under SIGTERM: it saves."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise  # no run is under way
+        _drop_output()
+        signal.raise_signal(signal.SIGTERM)
 
 
-def _demo_data() -> str:
-    """Make demo/tokens.bin once: about 1 MB of text that every Python carries, through prepare."""
-    folder = Path("demo")
-    data = folder / "tokens.bin"
-    if not data.is_file():
-        print("no --data: making a demo corpus from this Python's own documentation", flush=True)
-        for line in prepare(demo_corpus(folder), folder, vocab_size=DEMO_VOCABULARY).describe():
-            print(line)
-    return str(data)
+def _drop_output() -> None:
+    """Point standard output nowhere, so that the flush at the end of the process finds no closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _configure(
-    arguments: argparse.Namespace, facts: DeviceFacts, *, needs_data: bool
-) -> tuple[Config, TokenFile | None]:
-    """Resolve preset, settings and vocabulary; open the token file, so that a bad one stops everything else."""
-    given, name = _settings(arguments), arguments.preset
-    if given.get("resume"):
-        if "run_dir" not in given:
-            raise ValueError("--resume needs --run-dir, the folder of the run to go on with")
-        saved = read_run_config(Path(str(given["run_dir"])))
-        config = saved.with_values(given)
-    else:
-        if name == "auto" and "data" not in given and needs_data:
-            name = "nano"
-        elif name == "auto":
-            name, line = choose_preset(facts, float(given.get("max_hours", Config().train.max_hours)))
-            print(line)
-        config = preset(name).with_values(given)
-        if config.train.run_dir is None:
-            config = config.with_values({"run_dir": str(next_run_dir(name))})
-    if needs_data and config.train.data is None:
-        config = config.with_values({"data": _demo_data()})
-    if config.train.data is None:
-        return config, None
-    tokens = _open_data(config, config.train.data, config.model.vocab_size if name == "full" else None)
-    if name != "full" and "vocab_size" not in given and not given.get("resume"):
-        # presets below full take their vocabulary from the file: its facts, or its largest id
-        config = config.with_values({"vocab_size": tokens.vocab_size or tokens.largest + 1})
-    return config, tokens
+def _message(error: BaseException) -> str:
+    """Return an error's text as one line; a failed file operation starts with its path."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split("\n")) or type(error).__name__
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    facts = describe_device(getattr(arguments, "device", "auto"))
-    print(facts.describe(), flush=True)
-    config, tokens = _configure(arguments, facts, needs_data=True)
-    named = Path(config.train.run_dir)
-    for line in preflight(config, facts, folder=named).describe():
-        print(line)
-    path = Path(config.train.val_data) if config.train.val_data else Path(config.train.data).with_suffix(".val.bin")
-    validation = _open_data(config, str(path), config.model.vocab_size) if path.is_file() else None
-    if config.train.val_data and validation is None:
-        raise ValueError(f"val_data {path} does not exist; give the path of a token file, or leave it out")
-    result = TrainingEngine(config, tokens, validation=validation, facts=facts).run()
-    if result.weights is None:
-        return result.exit_code
-    print(f"curve: {named / 'loss.png'}, figures: {named / 'metrics.jsonl'}")
-    if tokens.read_tokenizer() is not None:
-        print("a sample:\n", flush=True)
-        _stream(*_load_engine(result.weights, facts, {"max_new_tokens": 120}), "")
-    print(f"\ngo on: python main.py generate --weights {result.weights} --prompt 'The '", flush=True)
-    return 0
+# ---------------------------------------------------------------------------
+# prepare, train, plan
 
-
-def _plan(arguments: argparse.Namespace) -> int:
-    facts = describe_device(getattr(arguments, "device", "auto"))
-    print(facts.describe())
-    config, _ = _configure(arguments, facts, needs_data=False)
-    for line in plan(config, facts).describe():
-        print(line)
-    return 0
+DEMO_FOLDER = Path("demo")
+DEMO_VOCABULARY = 2048  # about 3 bytes a token on 1 MB of text; the head is a third of the work at 4,096
+SAMPLE_TOKENS = 120
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -278,21 +268,150 @@ def _prepare(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     for line in report.describe():
-        print(line)
+        _log(line)
+    _log(f"go on: python main.py train --data {report.train.path}")
     return 0
 
 
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the configuration fields that the command line names."""
+    known = {f.name for cls in get_type_hints(Config).values() for f in fields(cls)}
+    return {name: value for name, value in vars(arguments).items() if name in known}
+
+
+def _configure(arguments: argparse.Namespace, facts: DeviceFacts, *, demo: bool) -> tuple[Config, bool]:
+    """Resolve preset and settings, without a look at the data: (configuration, its vocabulary is fixed).
+
+    A vocabulary that is not fixed is what the token file states. A resumed run has the configuration of its folder.
+    """
+    given, name = _settings(arguments), arguments.preset
+    if given.get("resume"):
+        return _resumed(given, name), True
+    if name == "auto" and demo:
+        name = "nano"
+    elif name == "auto":
+        name, line = choose_preset(facts, float(given.get("max_hours", Config().train.max_hours)))
+        _log(line)
+    config = preset(name).with_values(given)
+    if config.train.run_dir is None:
+        config = config.with_values({"run_dir": str(next_run_dir(name))})
+    return config, name == "full" or "vocab_size" in given
+
+
+def _resumed(given: dict[str, object], name: str) -> Config:
+    if "run_dir" not in given:
+        raise ValueError("--resume needs --run-dir, the folder of the run to go on with")
+    config = read_run_config(Path(str(given["run_dir"]))).with_values(given)
+    if name != "auto":
+        named = preset(name).with_values({**given, "vocab_size": config.model.vocab_size})
+        if named.model != config.model:
+            raise ValueError(f"{given['run_dir']} was not started with this --preset {name}; leave --preset out")
+    return config
+
+
+def _open_data(config: Config, path: str | Path) -> TokenFile:
+    train = config.train
+    dtype = None if train.data_dtype == "auto" else train.data_dtype
+    return open_tokens(path, dtype=dtype, doc_id=train.doc_id, doc_at=train.doc_at)
+
+
+def _open_splits(config: Config, *, fixed: bool) -> tuple[Config, TokenFile, TokenFile | None]:
+    """Open both splits, so that a bad one stops everything else; set the vocabulary where it is not fixed."""
+    path = Path(config.train.data)
+    tokens = _open_data(config, path)
+    if not fixed:
+        config = config.with_values({"vocab_size": tokens.vocab_size or tokens.largest + 1})
+    if (tokenizer := tokens.read_tokenizer()) is not None:
+        bytes_of_id(tokenizer)  # one that cannot make text is refused now, not after the training
+    named = config.train.val_data
+    beside = path.with_suffix(f".val{path.suffix}")
+    validation = _open_data(config, named or beside) if named or beside.is_file() else None
+    return config, tokens, validation
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    facts = describe_device(getattr(arguments, "device", "auto"))
+    _log(facts.describe())
+    config, fixed = _configure(arguments, facts, demo=not hasattr(arguments, "data"))
+    require_precision(config.precision.precision, facts)
+    folder = Path(config.train.run_dir)
+    if config.train.data is None:
+        config = config.with_values({"data": str(DEMO_FOLDER / "tokens.bin")})
+        preflight(config, facts, folder=folder)
+        _make_demo(Path(config.train.data))
+    elif fixed:
+        preflight(config, facts, folder=folder)
+    config, tokens, validation = _open_splits(config, fixed=fixed)
+    for line in preflight(config, facts, folder=folder).describe():
+        _log(line)
+    result = TrainingEngine(config, tokens, validation=validation, facts=facts, log=_log).run()
+    if result.weights is None:
+        return result.exit_code
+    _log(f"curve: {folder / 'loss.png'}, figures: {folder / 'metrics.jsonl'}")
+    if tokens.read_tokenizer() is not None:
+        _show_sample(result.weights, config, facts)
+    _log(f"go on: python main.py generate --weights {result.weights} --prompt 'The '")
+    return 0
+
+
+def _make_demo(data: Path) -> None:
+    """Make demo/tokens.bin once: about 1 MB of text that every Python carries, through prepare."""
+    if data.is_file():
+        _log(f"no --data: using the demo corpus {data}")
+        return
+    _log("no --data: making a demo corpus from this Python's own documentation")
+    for line in prepare(demo_corpus(data.parent), data.parent, vocab_size=DEMO_VOCABULARY).describe():
+        _log(line)
+
+
+def _show_sample(weights: Path, config: Config, facts: DeviceFacts) -> None:
+    """Print a text of new weights; the run is complete, so a reason against it is a remark and no error."""
+    # no end of text before the last token, or the sample of a young model may be empty
+    count = min(SAMPLE_TOKENS, config.model.max_output_len)
+    try:
+        engine, tokenizer = _load_engine(weights, facts, {"max_new_tokens": count, "min_new_tokens": count})
+        _log("a sample:\n")
+        _stream(engine, tokenizer, "" if engine.eos_id is not None else "The ")
+    except ValueError as error:
+        _log(f"no sample: {error}")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    facts = describe_device(getattr(arguments, "device", "auto"))
+    _log(facts.describe())
+    config, fixed = _configure(arguments, facts, demo=False)
+    if config.train.data is not None:
+        config, _, _ = _open_splits(config, fixed=fixed)
+    for line in plan(config, facts).describe():
+        _log(line)
+    try:
+        preflight(config, facts, folder=Path(config.train.run_dir))
+        _log(f"fits {facts.name}, in memory, hours and disk")
+    except ValueError as error:
+        _log(f"does not fit: {error}")
+    return 0
+
+
+# ---------------------------------------------------------------------------
+# generate, evaluate
+
+CHAT_USER, CHAT_MODEL = "User: ", "\nAssistant:"
+STOP_REASONS = {"eos": "the end of the text", "stop": "the stop string", "length": "max_new_tokens", "closed": "Ctrl-C"}
+
+
 def _load(
-    weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
+    weights: str, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
 ) -> tuple[HybridLanguageModel, dict[str, object]]:
     """Read weights for inference: 16-bit matrices where the device multiplies them, float32 elsewhere."""
+    if Path(weights).is_dir():
+        raise ValueError(f"{weights} is a directory; give the weights file in it, final.safetensors of a run")
     choice = precision or ("bf16" if facts.kind == "cuda" else "fp32")
-    require_precision(choice, facts)
-    dtype = torch.float32 if choice == "fp32" else torch.bfloat16
+    if note := require_precision(choice, facts):
+        _say(note)
     return load_weights(
         Path(weights),
         facts.kind,
-        dtype=dtype,
+        dtype=torch.float32 if choice == "fp32" else torch.bfloat16,
         precision=PrecisionConfig(precision=choice),
         attention_scope=attention_scope,
     )
@@ -300,81 +419,125 @@ def _load(
 
 def _load_engine(
     weights: str | Path, facts: DeviceFacts, given: dict[str, object]
-) -> tuple[StreamingGenerationEngine, str | None]:
+) -> tuple[StreamingGenerationEngine, str]:
     """Build the generation engine of a weights file, and its tokenizer."""
     model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"))
-    options = info["config"].with_values(given).generation
-    tokenizer = info["tokenizer_json"]
-    table = bytes_of_id(tokenizer) if tokenizer else None
-    token_bytes = (lambda token: table[token] if token < len(table) else b"") if table else None
+    options, tokenizer = info["config"].with_values(given).generation, info["tokenizer_json"]
+    if tokenizer is None:
+        raise ValueError(f"{weights} holds no tokenizer; train with tokenizer.json beside the token file")
+    table = bytes_of_id(tokenizer)
+    token_bytes = lambda token: table[token] if token < len(table) else b""  # noqa: E731
     return StreamingGenerationEngine(model, options, info["eos_id"], token_bytes=token_bytes), tokenizer
+
+
+class _TextOutput:
+    """Standard output of a text that comes in pieces; what may become the stop string waits until it is decided."""
+
+    def __init__(self, stop: str | None) -> None:
+        self._stop, self._waiting, self._pieces = stop or "", "", []
+
+    @property
+    def text(self) -> str:
+        """What was written."""
+        return "".join(self._pieces)
+
+    def write(self, piece: str, *, stopped: bool = False) -> None:
+        """Write a piece, without the stop string that ended the text or an end that may begin one."""
+        self._waiting += piece
+        if stopped:
+            self._put(self._waiting.rindex(self._stop))
+            self._waiting = ""
+        else:
+            kept = (n for n in range(1, len(self._stop)) if self._waiting.endswith(self._stop[:n]))
+            self._put(len(self._waiting) - max(kept, default=0))
+
+    def flush(self) -> None:
+        """Write what waited."""
+        self._put(len(self._waiting))
+
+    def _put(self, count: int) -> None:
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._pieces.append(ready)
+        sys.stdout.write(ready)
+        sys.stdout.flush()
+
+
+def _stream(engine: StreamingGenerationEngine, tokenizer: str, prompt: str) -> str:
+    """Stream a continuation to standard output, then its figures to standard error; Ctrl-C keeps what was made."""
+    decoder, output = TextDecoder(tokenizer), _TextOutput(engine.options.stop)
+    stream = engine.generate(encode_prompt(tokenizer, prompt) if prompt else [])
+    interrupted = False
+    try:
+        for token in stream:
+            if token != engine.eos_id:
+                output.write(decoder.decode(token), stopped=engine.statistics.stop_reason == "stop")
+    except KeyboardInterrupt:
+        interrupted = True
+    stream.close()
+    output.write(decoder.flush())
+    output.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    _say(_figures(engine.statistics))
+    if interrupted:
+        raise KeyboardInterrupt
+    return output.text
 
 
 def _figures(done: GenerationStatistics) -> str:
     """One line on a finished request."""
     drafts = "".join(f", depth {i} accepted {a:.1%}" for i, a in enumerate(done.acceptance, 1) if done.drafted[i - 1])
     return (
-        f"{done.prompt_tokens:,} prompt tokens in {done.prefill_seconds:.2f} s; {done.tokens:,} tokens at "
+        f"prompt tokens: {done.prompt_tokens:,} in {done.prefill_seconds:.2f} s; made tokens: {done.tokens:,}, "
         f"{done.tokens_per_second:.1f} a second, {done.tokens_per_call:.2f} a model call{drafts}; entropy "
-        f"{done.entropy_mean:.2f} nats, repeated {done.repetition:.1%}; stopped by {done.stop_reason}; state "
-        f"{done.state_bytes / 1e6:.1f} MB, cache {done.cache_bytes / 1e6:.1f} MB"
+        f"{done.entropy_mean:.2f} nats, repeated {done.repetition:.1%}; state {done.state_bytes / 1e6:.1f} MB, cache "
+        f"{done.cache_bytes / 1e6:.1f} MB; ended by {STOP_REASONS[done.stop_reason]}"
     )
-
-
-def _stream(engine: StreamingGenerationEngine, tokenizer: str | None, prompt: str) -> str:
-    """Stream a continuation to standard output and its figures to standard error; Ctrl-C keeps what was made."""
-    if tokenizer is None:
-        raise ValueError("the weights file holds no tokenizer; train with tokenizer.json beside the token file")
-    decoder, pieces = TextDecoder(tokenizer), []
-
-    def put(text: str) -> None:
-        pieces.append(text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    stream = engine.generate(encode_prompt(tokenizer, prompt))
-    try:
-        for token in stream:
-            if token != engine.eos_id:
-                put(decoder.decode(token))
-    except KeyboardInterrupt:
-        _say("\nstopped; what was made is kept")
-        raise
-    finally:
-        stream.close()
-        put(decoder.flush())
-        _say("\n" + _figures(engine.statistics))
-    return "".join(pieces)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     if arguments.prompt is not None and arguments.prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
+    if arguments.chat and (arguments.prompt is not None or arguments.prompt_file is not None):
+        raise ValueError("--chat reads its lines from standard input; leave --prompt and --prompt-file out")
     facts = describe_device(getattr(arguments, "device", "auto"))
     _say(facts.describe())
     given = {name: value for name, value in _settings(arguments).items() if name != "device"}
     if arguments.chat:
-        engine, tokenizer = _load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given})
-        return _chat(engine, tokenizer)
-    engine, tokenizer = _load_engine(arguments.weights, facts, given)
-    prompt = arguments.prompt
-    if arguments.prompt_file is not None:
-        prompt = Path(arguments.prompt_file).read_text("utf-8")
-    elif prompt is None:
-        prompt = sys.stdin.read()
-    _stream(engine, tokenizer, prompt)
-    sys.stdout.write("\n")
+        return _chat(*_load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given}))
+    prompt = _read_prompt(arguments)
+    _stream(*_load_engine(arguments.weights, facts, given), prompt)
     return 0
 
 
-def _chat(engine: StreamingGenerationEngine, tokenizer: str | None) -> int:
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    """Return the text to continue. A file or a pipe ends in a line end that nobody means to continue."""
+    if arguments.prompt is not None:
+        return _text(os.fsencode(arguments.prompt), "--prompt")
+    if arguments.prompt_file is not None:
+        text = _text(Path(arguments.prompt_file).read_bytes(), arguments.prompt_file)
+    else:
+        if sys.stdin.isatty():
+            _say("reading the prompt from standard input; Ctrl-D ends it")
+        text = _text(sys.stdin.buffer.read(), "standard input")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _text(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}") from None
+
+
+def _chat(engine: StreamingGenerationEngine, tokenizer: str) -> int:
     """Converse in the plain template 'User: ...' / 'Assistant: ...', one line in, one answer out."""
     history = ""
     _say("one line in, one answer out; end of input (Ctrl-D) leaves")
-    for line in sys.stdin:
-        history += f"{CHAT_USER}{line.strip()}{CHAT_MODEL}"
-        answer = _stream(engine, tokenizer, history)
-        history += answer.removesuffix(CHAT_USER.strip()).rstrip("\n") + "\n"
+    for line in sys.stdin.buffer:
+        if said := _text(line, "standard input").strip():
+            history += f"{CHAT_USER}{said}{CHAT_MODEL}"
+            history += _stream(engine, tokenizer, history).rstrip("\n") + "\n"
     return 0
 
 
@@ -382,39 +545,53 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.data is None and arguments.choices is None:
         raise ValueError("give --data, a token file, or --choices, a .jsonl of questions")
     facts = describe_device(getattr(arguments, "device", "auto"))
-    print(facts.describe())
+    _log(facts.describe())
     model, info = _load(arguments.weights, facts, getattr(arguments, "precision", None))
     if arguments.data is not None:
-        tokens = _open_data(info["config"], arguments.data, model.config.vocab_size)
-        limit = getattr(arguments, "eval_tokens", None)
-        length = min(arguments.context, len(tokens) - 1)
-        result = evaluate(model, tokens, length, split=Path(arguments.data).name, limit_tokens=limit)
-        print(result.describe())
-        for first, last, loss, targets in result.by_position:
-            print(f"  positions {first:>7,} to {last - 1:>7,}: loss {loss:.4f} ({targets:,} targets)")
+        _evaluate_split(model, info["config"], arguments)
     if arguments.choices is not None:
-        if info["tokenizer_json"] is None:
+        tokenizer = info["tokenizer_json"]
+        if tokenizer is None:
             raise ValueError(f"{arguments.weights} holds no tokenizer, which --choices needs")
+        path = Path(arguments.choices)
+        _text(path.read_bytes(), str(path))
         share, count = multiple_choice(
-            model, lambda text: encode_prompt(info["tokenizer_json"], text), Path(arguments.choices),
-            context_id=info["eos_id"],
-        )  # fmt: skip
-        print(f"{arguments.choices}: {share:.1%} of {count:,} questions right")
+            model, lambda text: encode_prompt(tokenizer, text), path, context_id=info["eos_id"]
+        )
+        _log(f"{path.name}: {share:.1%} of {count:,} questions right")
     return 0
+
+
+def _evaluate_split(model: HybridLanguageModel, config: Config, arguments: argparse.Namespace) -> None:
+    tokens = _open_data(config, arguments.data)
+    if tokens.largest >= model.config.vocab_size:
+        size = model.config.vocab_size
+        raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, the vocabulary of the weights is {size:,}")
+    length = min(arguments.context, len(tokens) - 1)
+    result = evaluate(model, tokens, length, split=tokens.path.name, limit_tokens=arguments.eval_tokens)
+    _log(result.describe())
+    for first, last, loss, targets in result.by_position:
+        _log(f"  positions {first:>7,} to {last - 1:>7,}: loss {loss:.4f} ({targets:,} targets)")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
     commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare, "evaluate": _evaluate}
     try:
-        arguments = _parse(argv)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         return commands[arguments.command](arguments)
-    except (ValueError, OSError, TrainingError) as error:
-        _say(f"error: {error}")
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError, TrainingError, MemoryError, torch.OutOfMemoryError) as error:
+        _say(f"error: {_message(error)}")
         return 2
     except KeyboardInterrupt:
-        return 130
+        _say("stopped by Ctrl-C")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
+    # a terminal of another encoding shows ? where it lacks a character of the text
+    sys.stdout.reconfigure(errors="replace")
     sys.exit(main())

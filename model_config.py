@@ -66,6 +66,8 @@ class ModelConfig:
     anchor_tokens: int = 64
     # window: the printed sliding window; full: every stored position (wavelengths are then scaled, see rope_scaling)
     attention_scope: Literal["window", "full"] = "window"
+    # stretch of the slowest rotary band for the whole run; none = 1 under scope window, see rope_scaling under full
+    rope_stretch: float | None = None
     # tokens solved together by the recurrent scan
     chunk_size: int = 128
     # tokens proposed ahead by the draft head
@@ -74,9 +76,13 @@ class ModelConfig:
     wide_tail_layers: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden_dim", "ffn_dim", "num_kv_heads", "head_dim", "vocab_size", "recurrent_heads",
-                     "recurrent_key_dim", "recurrent_value_dim", "max_context_len", "sliding_window_size"):
+        for name in ("layers", "hidden_dim", "ffn_dim", "num_query_heads", "num_kv_heads", "head_dim", "vocab_size",
+                     "recurrent_heads", "recurrent_key_dim", "recurrent_value_dim", "max_context_len",
+                     "max_output_len", "sliding_window_size"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
+        _at_least("wide_tail_layers", self.wide_tail_layers, 0)
+        if self.rope_stretch is not None:
+            _at_least("rope_stretch", self.rope_stretch, 1)
         if self.layers % 4:
             raise ValueError(f"layers must be a multiple of 4 (three recurrent, one attention), got {self.layers}")
         if self.recurrent_layers != 3 * self.layers // 4 or self.attention_layers != self.layers // 4:
@@ -126,6 +132,8 @@ class ModelConfig:
         Within the window no distance exceeds it, so nothing needs stretching. Under scope full the slowest bands are
         stretched by context / (16 windows), 8 at full size, one value for the whole run.
         """
+        if self.rope_stretch is not None:
+            return self.rope_stretch
         if self.attention_scope == "window":
             return 1.0
         return max(1.0, self.max_context_len / (16 * self.sliding_window_size))
@@ -254,6 +262,9 @@ class OptimizerConfig:
         for name in ("matrix_lr_base", "spectral_lr", "vector_lr", "embedding_lr", "clip_norm", "adam_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        _at_least("newton_schulz_steps", self.newton_schulz_steps, 1)
+        for name in ("weight_decay", "spectral_lambda"):
+            _at_least(name, getattr(self, name), 0)
         for name in ("momentum", "adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be within [0, 1), got {getattr(self, name)}")
@@ -347,6 +358,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "log_every", "eval_tokens", "keep_checkpoints"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("eval_every", "save_every", "draft_loss_weight_1", "draft_loss_weight_2"):
+            _at_least(name, getattr(self, name), 0)
         if not self.max_hours > 0:
             raise ValueError(f"max_hours must be positive, got {self.max_hours}")
 
@@ -413,6 +426,16 @@ class Config:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def __post_init__(self) -> None:
+        model, precision = self.model, self.precision.precision
+        if precision in ("fp8", "fp4", "fp4-emulated"):
+            widths = dict(hidden_dim=model.hidden_dim, ffn_dim=model.ffn_dim,
+                          attention=model.num_query_heads * model.head_dim,
+                          recurrent=model.recurrent_heads * model.recurrent_value_dim)  # fmt: skip
+            odd = ", ".join(f"{name} {width}" for name, width in widths.items() if width % 128)
+            if odd:
+                raise ValueError(f"precision {precision} needs widths that are multiples of 128, got {odd}; use bf16")
 
     def with_values(self, values: dict[str, object]) -> "Config":
         """Return a copy with {field name: value} replaced wherever the field lives; unknown names raise ValueError."""

@@ -41,7 +41,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from custom_kernels import fused_chunked_cross_entropy
+from custom_kernels import Projection, fused_chunked_cross_entropy
 from dataset_pipeline import (
     Batch,
     CurriculumStage,
@@ -57,7 +57,7 @@ from dataset_pipeline import (
     xz_bits_per_byte,
 )
 from hybrid_model import HybridLanguageModel, LayerCarry
-from model_config import PRESETS, Config, PrecisionConfig, config_from_dict, preset
+from model_config import PRESETS, Config, PrecisionConfig, TrainConfig, config_from_dict, preset
 from scheduler import TerminalShrinkageAverager, WarmupStableDecayScheduler
 from spectral_optimizer import DualSpectralOptimizer, StepReport
 
@@ -336,7 +336,8 @@ def plan(config: Config, facts: DeviceFacts, *, tokens_per_second: float | None 
     recompute = choose_recompute(config, facts)
     context = _mean_row_length(config)
     forward = model.forward_flops_per_token(context)
-    flops = tokens * (4 if recompute == "layer" else 3) * forward
+    again = {"none": 0.0, "ffn": 2.0 * model.layers * model.feed_forward_parameters, "layer": forward}[recompute]
+    flops = tokens * (3 * (forward + 2.0 * model.draft_parameters) + again)
     utilisation, peak = _UTILISATION[facts.kind], facts.peak(config.precision.precision)
     hours = flops / (peak * utilisation) / 3600
     if tokens_per_second is not None:
@@ -441,7 +442,8 @@ def _generation_parts(config: Config, kind: str) -> dict[str, int]:
     width = 4 if config.precision.precision == "fp32" else 2
     gates = model.recurrent_layers * 3 * model.recurrent_heads * model.hidden_dim
     wide = model.vector_parameters + gates
-    positions = model.sliding_window_size + model.anchor_tokens + 128
+    window = model.sliding_window_size + model.anchor_tokens + 128
+    positions = window if model.attention_scope == "window" else model.max_context_len
     prefill = min(config.generation.prefill_chunk, model.max_context_len)
     return {
         "weights": width * (model.total_parameters - wide) + 4 * wide,
@@ -505,7 +507,7 @@ def choose_preset(facts: DeviceFacts, max_hours: float) -> tuple[str, str]:
     for name in reversed(PRESETS):
         costs = plan(preset(name), facts)
         room = _MEMORY_SHARE * facts.free
-        if name == "nano" or (facts.kind != "cpu" and costs.training_bytes <= room and costs.hours <= max_hours):
+        if name == "nano" or (costs.training_bytes <= room and costs.hours <= max_hours):
             return name, (
                 f"preset: {name}, {costs.parameters:,} parameters, {_gigabytes(costs.training_bytes)}, about "
                 f"{costs.hours:,.2f} hours ({refused})"
@@ -528,6 +530,7 @@ def save_weights(
     *,
     tokenizer_json: str | None = None,
     eos_id: int | None = None,
+    bos_id: int | None = None,
     step: int = 0,
     tokens: int = 0,
 ) -> None:
@@ -538,9 +541,11 @@ def save_weights(
     stored = {name: x.detach().to("cpu", torch.float32).contiguous() for name, x in sorted(tensors.items())}
     info = {
         "format_version": FORMAT_VERSION,
-        "config": asdict(config),
+        # paths of the machine that trained do not belong in a file that is passed on
+        "config": asdict(replace(config, train=TrainConfig())),
         "tokenizer_json": tokenizer_json,
         "eos_id": eos_id,
+        "bos_id": bos_id,
         "parameters": sum(x.numel() for x in stored.values()),
         "step": step,
         "tokens": tokens,
@@ -576,7 +581,9 @@ def load_weights(
             info = _read_info(path, file.metadata())
             config = config_from_dict(info["config"])
             info["config"] = config
-            shape = replace(config.model, attention_scope=attention_scope or config.model.attention_scope)
+            # the wavelengths are the trained ones whatever the scope
+            scope, stretch = attention_scope or config.model.attention_scope, config.model.rope_scaling
+            shape = replace(config.model, attention_scope=scope, rope_stretch=stretch)
             # memory of these is not touched until a tensor replaces it
             model = HybridLanguageModel(shape, precision or config.precision)
             table = {spec.name: spec for spec in model.parameter_table()}
@@ -594,7 +601,11 @@ def load_weights(
         raise ValueError(f"{path} does not exist; give the path of a weights file") from None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is cut off or not a weights file ({_one_line(error)}); copy it again") from None
-    return model.to(device).eval().requires_grad_(False), info
+    model.to(device).eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Projection) and module.precision == "fp4":
+            module.pack()
+    return model, info
 
 
 def _read_info(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -1328,8 +1339,10 @@ class TrainingEngine:
         tokenizer = self.validation.read_tokenizer()
         if tokenizer is None:
             return None
-        limit = self.config.train.eval_tokens
-        unigram = unigram_bits_per_byte(self.tokens, self.validation, limit_tokens=limit)
+        length = self._validation_length()
+        # the targets that validation reads: whole rows
+        limit = max(1, self.config.train.eval_tokens // length) * length
+        unigram = unigram_bits_per_byte(self.tokens, self.validation, length, limit_tokens=limit)
         packed = xz_bits_per_byte(decode_bytes(tokenizer, self.validation.ids[:limit].tolist()))
         return f"validation baselines, bits per byte: unigram {unigram:.4f}, xz -9 {packed:.4f}"
 
@@ -1392,15 +1405,21 @@ class TrainingEngine:
         self._require_finite()
         return seconds
 
+    def _validation_length(self) -> int:
+        length = max(stage.length for stage in self.loader.stages if not stage.min_document)
+        return min(length, len(self.validation) - 1)
+
     def _validate(self, folder: _RunFolder, interrupts: _Interrupts, split: str = "validation") -> None:
         if self.validation is None:
             return
-        length = max(stage.length for stage in self.loader.stages if not stage.min_document)
+        # evaluation mode multiplies as generation does: 8- and 4-bit operands are training's alone
+        self.model.eval()
         result = evaluate(
-            self.model, self.validation, min(length, len(self.validation) - 1), split=split,
+            self.model, self.validation, self._validation_length(), split=split,
             limit_tokens=self.config.train.eval_tokens, micro_batch_tokens=self.config.train.micro_batch_tokens,
             stop=lambda: bool(interrupts.exit_code),
         )  # fmt: skip
+        self.model.train()
         if result is not None:
             record = asdict(result) | {"kind": "validation", "step": self.state.step, "tokens": self.state.tokens}
             folder.append(record)
@@ -1412,7 +1431,8 @@ class TrainingEngine:
         path = folder.path / "final.safetensors"
         save_weights(
             path, average, self.config, tokenizer_json=self.tokens.read_tokenizer(),
-            eos_id=self.tokens.facts.get("eos_id"), step=self.state.step, tokens=self.state.tokens,
+            eos_id=self.tokens.facts.get("eos_id"), bos_id=self.tokens.facts.get("bos_id"),
+            step=self.state.step, tokens=self.state.tokens,
         )  # fmt: skip
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

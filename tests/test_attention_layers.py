@@ -207,3 +207,24 @@ def test_pool_is_bounded_by_the_window():
     assert pages.page_table.shape == (1, 128 // 64 + 2), "the ring holds the window and two pages"
     full = PagedKeyValueCache(replace(TINY, attention_scope="full"), bits=8, max_length=640).pages
     assert full.page_table.shape == (1, 10), "scope full holds every position"
+
+
+def test_b029_rotary_angles_are_exact_at_every_position():
+    config = preset("full").model
+    table, positions = RotaryTable(config), torch.tensor([[0, 1, 2047, 131071, 1048575]])
+    angles = table(positions)
+    frequency = 5e6 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    truth = positions[0, :, None].double() * frequency
+    assert (angles.cos[0] - truth.cos()).abs().max() < 3e-7 and (angles.sin[0] - truth.sin()).abs().max() < 3e-7
+    # for comparison: the plain float32 product is off by several hundredths there
+    assert ((positions[0, :, None].float() * frequency.float()).cos() - truth.cos()).abs().max() > 1e-2
+
+
+def test_r12_scope_does_not_change_the_wavelengths_of_trained_weights():
+    window = preset("nano").model
+    full = replace(window, attention_scope="full")
+    assert window.rope_scaling == 1.0 and full.rope_scaling == 32.0
+    kept = replace(full, rope_stretch=window.rope_scaling)
+    positions = torch.arange(100)[None]
+    assert torch.equal(RotaryTable(kept)(positions).cos, RotaryTable(window)(positions).cos)
+    assert not torch.equal(RotaryTable(full)(positions).cos, RotaryTable(window)(positions).cos)

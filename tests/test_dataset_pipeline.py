@@ -767,7 +767,8 @@ def texts_of(path: Path) -> list[str]:
     eos = tokens.facts["eos_id"]
     result = []
     for start, end in zip(tokens.starts, tokens.ends, strict=True):
-        assert tokens.ids[end - 1] == eos and eos not in tokens.ids[start : end - 1]
+        # opened and closed by the end-of-text id, which is nowhere else
+        assert tokens.ids[start] == tokens.ids[end - 1] == eos and eos not in tokens.ids[start + 1 : end - 1]
         result.append(dp.decode_bytes(tokenizer, tokens.ids[start:end].tolist()).decode())
     return result
 
@@ -1031,7 +1032,7 @@ def test_validation_reads_each_target_once(tmp_path, corpus, micro):
 def test_bits_per_byte(tmp_path):
     report = dp.prepare(jsonl(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", vocab_size=400, validation_fraction=0.2)
     train, val = dp.open_tokens(report.train.path), dp.open_tokens(report.validation.path)
-    got = dp.unigram_bits_per_byte(train, val)
+    got = dp.unigram_bits_per_byte(train, val, 64)
     table = dp.bytes_of_id(val.read_tokenizer())
     counts = np.bincount(train.ids, minlength=len(table)) + 1.0
     places = sorted(set(range(len(val))) - set(val.starts.tolist()))
@@ -1048,7 +1049,7 @@ def test_bits_per_byte(tmp_path):
         dp.xz_bits_per_byte(b"")
     report.tokenizer.unlink()
     with pytest.raises(ValueError, match=r"needs tokenizer\.json beside"):
-        dp.unigram_bits_per_byte(train, val)
+        dp.unigram_bits_per_byte(train, val, 64)
 
 
 def test_import_has_no_effect():

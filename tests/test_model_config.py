@@ -125,8 +125,9 @@ def test_every_setting_is_read_somewhere():
         reads |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     leaves = {f.name for section in fields(Config) for f in fields(section.default_factory)}
     assert all(is_dataclass(section.default_factory) for section in fields(Config))
-    # stored because the specification lists it, validated against sqrt(hidden_dim), which the kernels use
-    assert leaves - reads == {"hypersphere_radius"}
+    # stored because the specification lists them and validated: the radius against sqrt(hidden_dim), which the kernels
+    # use, the plateau against the two other phases
+    assert leaves - reads == {"hypersphere_radius", "stable_fraction"}
 
 
 def test_root_holds_exactly_the_eleven_files():

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from custom_kernels import l2_normalize
 from model_config import ModelConfig, preset
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, half_life_biases
 
@@ -103,14 +102,36 @@ def test_gates_are_32_bit_under_bf16():
     assert not torch.equal(beta, beta.bfloat16().float())
 
 
-def test_state_norm_does_not_grow_with_unit_keys():
-    # decay <= 1 and unit keys: the transition gamma I - beta k k^T has norm <= 1
+def test_state_norm_does_not_grow_where_nothing_is_written():
+    # decay <= 1 and unit keys: the transition gamma I - beta k k^T has norm <= 1, whatever the input
     block = make_block(dtype=torch.float32)
     with torch.no_grad():
         _, state = block(torch.randn(1, 64, 48))
-        k = l2_normalize(torch.randn(1, 64, 3, 16))
-        for t in range(64):
-            kt = k[:, t, :, :, None]
-            new = state - 0.9 * kt * (kt * state).sum(2, keepdim=True)
-            assert (new.norm(dim=(2, 3)) <= state.norm(dim=(2, 3)) * (1 + 1e-6)).all()
-            state = new
+        block.value.weight.zero_()
+        for _ in range(64):
+            before = state.norm(dim=(2, 3))
+            state, _ = block.step(10 * torch.randn(1, 1, 48), state)
+            assert (state.norm(dim=(2, 3)) <= before * (1 + 1e-6)).all()
+
+
+def test_r3_write_gate_scales_what_is_written_and_r4_normalises():
+    """The layer against its law written out: v = alpha W_v x, unit q and k, y normalised per head."""
+    block = make_block()
+    x = torch.randn(1, 20, 48, dtype=torch.float64)
+    out, state = block(x)
+    alpha = torch.sigmoid(x[0] @ block.write_gate.T + 2.0 + block.write_offset)
+    beta = torch.sigmoid(x[0] @ block.erase_gate.T + block.erase_offset)
+    decay = x[0] @ block.decay_gate.T + block.decay_bias + block.decay_offset
+    gamma = torch.exp(-torch.nn.functional.softplus(decay))
+    q, k, v = (x[0] @ p.weight.T for p in (block.query, block.key, block.value))
+    q, k = (torch.nn.functional.normalize(t.unflatten(-1, (3, 16)), dim=-1) for t in (q, k))
+    v = v.unflatten(-1, (3, 32)) * alpha[..., None]
+    s, rows = torch.zeros(3, 32, 16, dtype=torch.float64), []
+    for t in range(20):
+        residual = v[t] - torch.einsum("hvk,hk->hv", s, k[t])
+        s = gamma[t][:, None, None] * s + beta[t][:, None, None] * torch.einsum("hv,hk->hvk", residual, k[t])
+        y = torch.einsum("hvk,hk->hv", s, q[t])
+        rows.append((y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)).flatten())
+    expected = torch.stack(rows) @ block.output.weight.T
+    # l2 normalisation adds 1e-6 under the root
+    assert torch.allclose(out[0], expected, atol=1e-5) and torch.allclose(state[0], s.mT, atol=1e-5)
