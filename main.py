@@ -16,7 +16,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -43,6 +43,9 @@ from train_engine import (
 
 __all__ = ["build_parser", "main"]
 
+# settings that say how a token file without facts is read
+DATA_FORM = ("doc_id", "doc_at", "data_dtype")
+
 # ---------------------------------------------------------------------------
 # Flags
 
@@ -58,7 +61,8 @@ def _field_notes() -> dict[str, str]:
             while lines[at].lstrip().startswith("#"):
                 above.insert(0, lines[at].lstrip().lstrip("# "))
                 at -= 1
-            notes[node.target.id] = " ".join(above)
+            if above:  # a section may have the name of a field
+                notes[node.target.id] = " ".join(above)
     return notes
 
 
@@ -197,7 +201,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--choices", metavar="FILE", help=choices)
     evaluate.add_argument("--context", type=_positive, default=2048, metavar="N", help="row length [2048]")
     evaluate.add_argument("--eval-tokens", type=_positive, metavar="N", help="first tokens to read; default: all")
-    _add_fields(evaluate, ("precision", "train"), only=("precision", "device"))
+    _add_fields(evaluate, ("precision", "train"), only=("precision", "device", *DATA_FORM))
     return parser
 
 
@@ -305,7 +309,7 @@ def _resumed(given: dict[str, object], name: str) -> Config:
     if name != "auto":
         named = preset(name).with_values({**given, "vocab_size": config.model.vocab_size})
         if named.model != config.model:
-            raise ValueError(f"{given['run_dir']} was not started with this --preset {name}; leave --preset out")
+            raise ValueError(f"{given['run_dir']} was started with another preset or shape; leave --preset out")
     return config
 
 
@@ -369,9 +373,10 @@ def _show_sample(weights: Path, config: Config, facts: DeviceFacts) -> None:
     # no end of text before the last token, or the sample of a young model may be empty
     count = min(SAMPLE_TOKENS, config.model.max_output_len)
     try:
-        engine, tokenizer = _load_engine(weights, facts, {"max_new_tokens": count, "min_new_tokens": count})
+        request = _load_engine(weights, facts, {"max_new_tokens": count, "min_new_tokens": count})
         _log("a sample:\n")
-        _stream(engine, tokenizer, "" if engine.eos_id is not None else "The ")
+        # from nothing, unless the data names no id that opens a text
+        _stream(*request, "" if request.first_id is not None else "The ")
     except ValueError as error:
         _log(f"no sample: {error}")
 
@@ -400,7 +405,7 @@ STOP_REASONS = {"eos": "the end of the text", "stop": "the stop string", "length
 
 
 def _load(
-    weights: str, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
+    weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
 ) -> tuple[HybridLanguageModel, dict[str, object]]:
     """Read weights for inference: 16-bit matrices where the device multiplies them, float32 elsewhere."""
     if Path(weights).is_dir():
@@ -417,17 +422,26 @@ def _load(
     )
 
 
-def _load_engine(
-    weights: str | Path, facts: DeviceFacts, given: dict[str, object]
-) -> tuple[StreamingGenerationEngine, str]:
-    """Build the generation engine of a weights file, and its tokenizer."""
+class _Loaded(NamedTuple):
+    """What turns a prompt into text: an engine, its tokenizer, and the id that opens a text, as it did in training."""
+
+    engine: StreamingGenerationEngine
+    tokenizer: str
+    first_id: int | None
+
+
+def _load_engine(weights: str | Path, facts: DeviceFacts, given: dict[str, object]) -> _Loaded:
     model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"))
     options, tokenizer = info["config"].with_values(given).generation, info["tokenizer_json"]
     if tokenizer is None:
         raise ValueError(f"{weights} holds no tokenizer; train with tokenizer.json beside the token file")
     table = bytes_of_id(tokenizer)
-    token_bytes = lambda token: table[token] if token < len(table) else b""  # noqa: E731
-    return StreamingGenerationEngine(model, options, info["eos_id"], token_bytes=token_bytes), tokenizer
+
+    def token_bytes(token: int) -> bytes:
+        return table[token] if token < len(table) else b""
+
+    engine = StreamingGenerationEngine(model, options, info["eos_id"], token_bytes=token_bytes)
+    return _Loaded(engine, tokenizer, info.get("bos_id"))
 
 
 class _TextOutput:
@@ -462,11 +476,11 @@ class _TextOutput:
         sys.stdout.flush()
 
 
-def _stream(engine: StreamingGenerationEngine, tokenizer: str, prompt: str) -> str:
+def _stream(engine: StreamingGenerationEngine, tokenizer: str, first_id: int | None, prompt: str) -> str:
     """Stream a continuation to standard output, then its figures to standard error; Ctrl-C keeps what was made."""
-    decoder, output = TextDecoder(tokenizer), _TextOutput(engine.options.stop)
-    stream = engine.generate(encode_prompt(tokenizer, prompt) if prompt else [])
-    interrupted = False
+    decoder, output, interrupted = TextDecoder(tokenizer), _TextOutput(engine.options.stop), False
+    ids = encode_prompt(tokenizer, prompt) if prompt else []
+    stream = engine.generate(ids if first_id is None else [first_id, *ids])
     try:
         for token in stream:
             if token != engine.eos_id:
@@ -504,7 +518,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     _say(facts.describe())
     given = {name: value for name, value in _settings(arguments).items() if name != "device"}
     if arguments.chat:
-        return _chat(*_load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given}))
+        return _chat(_load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given}))
     prompt = _read_prompt(arguments)
     _stream(*_load_engine(arguments.weights, facts, given), prompt)
     return 0
@@ -530,14 +544,14 @@ def _text(data: bytes, source: str) -> str:
         raise ValueError(f"{source} must be UTF-8 text, got byte 0x{data[error.start]:02x} at {error.start}") from None
 
 
-def _chat(engine: StreamingGenerationEngine, tokenizer: str) -> int:
+def _chat(loaded: _Loaded) -> int:
     """Converse in the plain template 'User: ...' / 'Assistant: ...', one line in, one answer out."""
     history = ""
     _say("one line in, one answer out; end of input (Ctrl-D) leaves")
     for line in sys.stdin.buffer:
         if said := _text(line, "standard input").strip():
             history += f"{CHAT_USER}{said}{CHAT_MODEL}"
-            history += _stream(engine, tokenizer, history).rstrip("\n") + "\n"
+            history += _stream(*loaded, history).rstrip("\n") + "\n"
     return 0
 
 
@@ -548,7 +562,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     _log(facts.describe())
     model, info = _load(arguments.weights, facts, getattr(arguments, "precision", None))
     if arguments.data is not None:
-        _evaluate_split(model, info["config"], arguments)
+        _evaluate_split(model, arguments)
     if arguments.choices is not None:
         tokenizer = info["tokenizer_json"]
         if tokenizer is None:
@@ -562,8 +576,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_split(model: HybridLanguageModel, config: Config, arguments: argparse.Namespace) -> None:
-    tokens = _open_data(config, arguments.data)
+def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -> None:
+    form = {name: value for name, value in _settings(arguments).items() if name in DATA_FORM}
+    tokens = _open_data(Config().with_values(form), arguments.data)
     if tokens.largest >= model.config.vocab_size:
         size = model.config.vocab_size
         raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, the vocabulary of the weights is {size:,}")

@@ -308,7 +308,8 @@ def check_scan(device: str, dtype: torch.dtype) -> None:
     else:
         doc = t._scan_random_doc(2, 129, seed=129)
         t._scan_parity(2, 129, 2, 64, 128, dtype=dtype, device=device, doc=doc, chunk_size=32)
-        t._scan_parity(2, 150, 2, 64, 128, doc=t._scan_doc(150, [-3], [0, 75]), **slow)
+        if dtype == torch.float32:
+            t._scan_parity(2, 150, 2, 16, 16, doc=t._scan_doc(150, [-3], [0, 75]), **slow)
 
 
 def check_step(device: str, dtype: torch.dtype) -> None:
