@@ -699,9 +699,10 @@ def _fused_residual_sphere_torch(residual: Tensor, branch: Tensor, weight: Tenso
 
 def _fused_swiglu_torch(gate: Tensor, up: Tensor) -> Tensor:
     work = _compute_dtype(gate)
-    g = gate.to(work)
-    # exp and division, not F.silu: torch's silu rounds the scalar tail of a tensor otherwise than its vector part
-    return (g / (1 + torch.exp(-g.clamp(min=-80))) * up.to(work)).to(gate.dtype)
+    # exp and division, not F.silu: torch's silu rounds the scalar tail of a tensor otherwise than its vector part;
+    # below -80 the value is under 2e-33, and exp would overflow
+    g = gate.to(work).clamp(min=-80)
+    return (g / (1 + torch.exp(-g)) * up.to(work)).to(gate.dtype)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -237,6 +237,9 @@ def _log(text: str) -> None:
             raise  # no run is under way
         _drop_output()
         signal.raise_signal(signal.SIGTERM)
+    except RuntimeError:
+        # a signal came while a line was written: what its handler says cannot pass through the same buffer
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def _drop_output() -> None:

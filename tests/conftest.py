@@ -1,5 +1,10 @@
 """Shared fixtures: GPU tests skip with the reason, uninitialised memory is poisoned, threads and seeds are fixed."""
 
+import os
+
+# idle OpenMP threads sleep: spinning ones make a busy machine ten times slower (see main.py); read when torch loads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from torch.utils._device import _device_constructors
