@@ -18,6 +18,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
+if __name__ == "__main__":
+    # read when torch loads: idle OpenMP threads sleep in place of spinning, which costs nothing on idle cores; with one
+    # core taken by another process a training step of nano takes 0.7 s so, and 7.2 s otherwise (two cores)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 import model_config
@@ -380,8 +385,8 @@ def _show_sample(weights: Path, config: Config, facts: DeviceFacts) -> None:
         _log("a sample:\n")
         # from nothing, unless the data names no id that opens a text
         _stream(*request, "" if request.first_id is not None else "The ")
-    except ValueError as error:
-        _log(f"no sample: {error}")
+    except (ValueError, torch.OutOfMemoryError) as error:
+        _log(f"no sample: {_message(error)}")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -520,6 +525,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     facts = describe_device(getattr(arguments, "device", "auto"))
     _say(facts.describe())
     given = {name: value for name, value in _settings(arguments).items() if name != "device"}
+    Config().with_values(given)  # a setting out of range is refused before the weights are read
     if arguments.chat:
         return _chat(_load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given}))
     prompt = _read_prompt(arguments)

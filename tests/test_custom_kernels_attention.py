@@ -487,7 +487,10 @@ def paged_run(L, window, anchors, scope, bits, group, dtype, device):
     cache = paged_filled(k, v, raw, L, window, anchors, scope, bits, device)
     y = paged_attention(*(x.to(device) for x in (q, q_far)), cache, k[:, L:].to(device), v[:, L:].to(device),
                         tree.to(device), (depth + L).to(device), window=window, anchors=anchors, scope=scope)
-    quant = [x if bits == 16 else fake_quantize_cache(x, bits, rotated=t) for x, t in ((k, bits == 4), (v, False))]
+    # the codes' exact values: the kernel multiplies them in float32, only the low reference rounds them to its type
+    quant = [
+        x if bits == 16 else fake_quantize_cache(x.float(), bits, rotated=t) for x, t in ((k, bits == 4), (v, False))
+    ]
     rule = {"window": window, "anchors": anchors, "scope": scope}
 
     def reference(kind):

@@ -52,7 +52,7 @@ def _start(arguments: list[str], folder: Path) -> subprocess.Popen:
 def _run(arguments: list[str], folder: Path, *, given: str = "") -> subprocess.CompletedProcess:
     """Run a command to its end; it must succeed."""
     done = subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, input=given.encode(), capture_output=True, timeout=90
+        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, input=given.encode(), capture_output=True, timeout=300
     )
     assert done.returncode == 0, done.stderr.decode()
     return done
@@ -202,7 +202,7 @@ def test_help_of_every_command(call, command):
         ("plan --preset nano --hidden-dim 256", "hypersphere_radius must be sqrt(hidden_dim) = 16"),
         ("plan --preset nano --head-dim 48", "head_dim must be 32, 64 or 128"),
         ("train --preset nano --warmup-fraction 0.5", "must be >= 0 and sum to 1"),
-        ("generate --weights x --top-p 1.5 --prompt y", "x does not exist"),
+        ("generate --weights x --prompt y --top-p 1.5", "0 < top_p <= 1"),  # before the weights are read
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(call, tmp_path, monkeypatch, line, expected):
@@ -600,7 +600,7 @@ def test_ctrl_c_saves_and_resume_ends_like_an_unbroken_run(world):
     process = _start(arguments, world.folder)
     _read_until(process, b"step 4/19")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == b""
     last = out.decode().splitlines()[-1]
     assert re.fullmatch(r"stopped at step \d+; go on with --resume --run-dir broken", last)
@@ -609,7 +609,7 @@ def test_ctrl_c_saves_and_resume_ends_like_an_unbroken_run(world):
     process = _start(["train", "--device", "cpu", "--resume", "--run-dir", "broken"], world.folder)
     assert b"resumed broken/checkpoints/step-0000000" in _read_until(process, b"  loss ")
     process.stdout.close()
-    assert process.wait(timeout=60) == 143 and process.stderr.read() == b""
+    assert process.wait(timeout=300) == 143 and process.stderr.read() == b""
     process.stderr.close()
     assert not (world.folder / "broken/final.safetensors").exists()
 
@@ -623,7 +623,7 @@ def test_ctrl_c_while_generating_keeps_what_was_made(world, tmp_path):
     process = _start(_generate(world, *ENDLESS), tmp_path)
     begun = process.stdout.read(1) + process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     text, lines = (begun + out).decode(), err.decode().splitlines()
     assert process.returncode == 130
     assert text.strip() and text.endswith("\n")
@@ -635,7 +635,7 @@ def test_a_reader_that_goes_away_is_no_error(world, tmp_path):
     process = _start(_generate(world, *ENDLESS), tmp_path)
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
     assert process.stderr.read().decode().splitlines()[1:] == []
     process.stderr.close()
 
