@@ -139,6 +139,13 @@ def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.2f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
 
 
+def _duration(hours: float) -> str:
+    """Write a time in the unit that people would use: 40 seconds, 12 minutes, 9.5 hours."""
+    if hours < 1 / 60:
+        return f"{max(1, round(3600 * hours))} seconds"
+    return f"{round(60 * hours)} minutes" if hours < 1 else f"{hours:,.1f} hours"
+
+
 def _one_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -289,6 +296,7 @@ class Plan:
     flops: float
     hours: float
     utilisation: float
+    measured: bool
     checkpoint_bytes: int
     disk_bytes: int
     tokens: int
@@ -319,8 +327,8 @@ class Plan:
             named = ", ".join(f"{name} {_gigabytes(count)}" for name, count in parts.items())
             lines.append(f"memory of {title}: {_gigabytes(total)} ({named})")
         lines.append(
-            f"training: {self.tokens:,} tokens, {self.flops:.3g} operations, "
-            f"{self.hours:,.2f} hours at {self.utilisation:.0%} of the peak"
+            f"training: {self.tokens:,} tokens, {self.flops:.3g} operations, about {_duration(self.hours)} "
+            f"at {self.utilisation:.0%} of the peak ({'measured' if self.measured else 'assumed'})"
         )
         lines.append(f"disk: {_gigabytes(self.checkpoint_bytes)} a checkpoint, {_gigabytes(self.disk_bytes)} in all")
         return lines
@@ -355,6 +363,7 @@ def plan(config: Config, facts: DeviceFacts, *, tokens_per_second: float | None 
         flops=flops,
         hours=hours,
         utilisation=utilisation,
+        measured=tokens_per_second is not None,
         checkpoint_bytes=checkpoint,
         disk_bytes=checkpoint * (config.train.keep_checkpoints + 1) + 4 * model.total_parameters,
         tokens=tokens,
@@ -410,8 +419,8 @@ def _activation_bytes(config: Config, recompute: str) -> int:
 def _training_parts(config: Config, kind: str, recompute: str) -> dict[str, int]:
     model = config.model
     total, small = model.total_parameters, model.embedding_parameters + model.vector_parameters
-    longest = config.curriculum.context or max(2048, model.max_context_len)
-    tokens = min(config.train.micro_batch_tokens, longest, config.curriculum.tokens_per_step)
+    # a micro-batch holds as many rows as fit, or one segment of a longer row
+    tokens = min(config.train.micro_batch_tokens, config.curriculum.tokens_per_step)
     narrow = config.precision.precision != "fp32"
     one_layer = replace(config, model=replace(model, layers=4, recurrent_layers=3, attention_layers=1))
     live = {
@@ -510,10 +519,10 @@ def choose_preset(facts: DeviceFacts, max_hours: float) -> tuple[str, str]:
         if name == "nano" or (costs.training_bytes <= room and costs.hours <= max_hours):
             return name, (
                 f"preset: {name}, {costs.parameters:,} parameters, {_gigabytes(costs.training_bytes)}, about "
-                f"{costs.hours:,.2f} hours ({refused})"
+                f"{_duration(costs.hours)} ({refused})"
             )
         over = "memory" if costs.training_bytes > room else "hours"
-        refused = f"{name} needs {_gigabytes(costs.training_bytes)} and {costs.hours:,.1f} hours: over the {over}"
+        refused = f"{name} needs {_gigabytes(costs.training_bytes)} and {_duration(costs.hours)}: over the {over}"
     raise AssertionError("PRESETS must hold nano")
 
 
