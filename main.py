@@ -202,8 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", "Print loss, bits per byte and loss by position of weights on a named split.")
     evaluate.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
     evaluate.add_argument("--data", metavar="FILE", help="token file of the split")
-    choices = ".jsonl of {prompt, choices, answer}: accuracy by mean log-likelihood"
-    evaluate.add_argument("--choices", metavar="FILE", help=choices)
+    evaluate.add_argument("--choices", metavar="FILE", help=".jsonl of {prompt, choices, answer}: share answered right")
     evaluate.add_argument("--context", type=_positive, default=2048, metavar="N", help="row length [2048]")
     evaluate.add_argument("--eval-tokens", type=_positive, metavar="N", help="first tokens to read; default: all")
     _add_fields(evaluate, ("precision", "train"), only=("precision", "device", *DATA_FORM))
@@ -242,9 +241,6 @@ def _log(text: str) -> None:
             raise  # no run is under way
         _drop_output()
         signal.raise_signal(signal.SIGTERM)
-    except RuntimeError:
-        # a signal came while a line was written: what its handler says cannot pass through the same buffer
-        os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def _drop_output() -> None:

@@ -279,6 +279,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Rate and averaging over the token budget, in proportion whatever the budget."""
 
+    # token presentations of the whole run; schedule and curriculum scale with it
     total_tokens: int = 250_000_000
     warmup_fraction: float = 0.02
     stable_fraction: float = 0.70
@@ -307,6 +308,7 @@ class ScheduleConfig:
 class CurriculumConfig:
     """Row lengths over the run: the printed ladder 2,048 ... 1,048,576, or one stage at `context`."""
 
+    # tokens of one optimizer step, level over the ladder; a longer row makes a longer step
     tokens_per_step: int = 131072
     # train in one stage at this row length instead of the ladder
     context: int | None = None
@@ -328,13 +330,18 @@ class CurriculumConfig:
 class TrainConfig:
     """How a run is carried out: data, folder, memory choices, logging."""
 
+    # token file: made by prepare, or .npy, .bin with .idx, a 1,024-byte header, raw uint16 or uint32
     data: str | None = None
     # token file of the validation split; default: DATA with .val before its suffix, if it exists
     val_data: str | None = None
+    # folder of the run; default: runs/PRESET-001, the next free number
     run_dir: str | None = None
+    # go on from the newest whole checkpoint of run_dir, bit for bit
     resume: bool = False
+    # of weights and data order
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # a run that is predicted to take longer is refused
     max_hours: float = 12.0
     # tokens of one micro-batch on the device; a longer row is cut into segments of this length, exactly
     micro_batch_tokens: int = 16384
@@ -342,6 +349,7 @@ class TrainConfig:
     recompute: Literal["auto", "none", "ffn", "layer"] = "auto"
     draft_loss_weight_1: float = 0.1
     draft_loss_weight_2: float = 0.05
+    # steps between progress lines
     log_every: int = 10
     # steps between validation losses, 0 = at the end only
     eval_every: int = 0
@@ -360,6 +368,8 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("eval_every", "save_every", "draft_loss_weight_1", "draft_loss_weight_2"):
             _at_least(name, getattr(self, name), 0)
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be within 0..2^63 - 1, got {self.seed}")
         if not self.max_hours > 0:
             raise ValueError(f"max_hours must be positive, got {self.max_hours}")
 
@@ -369,12 +379,17 @@ class GenerationConfig:
     """Sampling, stability and cache options of one generation."""
 
     max_new_tokens: int = 256
+    # the end of the text is forbidden before this many
     min_new_tokens: int = 0
     # 0 = the most likely token
     temperature: float = 0.8
+    # keep the k most likely tokens, 0 = all
     top_k: int = 0
+    # keep the smallest set of tokens that holds this share of the probability
     top_p: float = 0.95
+    # keep tokens at least this likely, as a share of the likeliest
     min_p: float = 0.0
+    # subtracted from a logit for each time its token occurs in the window, and once if it occurs at all
     frequency_penalty: float = 0.1
     presence_penalty: float = 0.1
     # tokens back that the penalties count, and how strongly they follow the share of repeated tokens in it
@@ -396,6 +411,7 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         _at_least("max_new_tokens", self.max_new_tokens, 0)
+        _at_least("min_new_tokens", self.min_new_tokens, 0)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("penalty_window", self.penalty_window, 1)
         _at_least("entropy_span", self.entropy_span, 1)
@@ -476,7 +492,7 @@ def _preset(
 def _nano() -> Config:
     """A few million parameters; minutes on two CPU cores."""
     config = _preset(
-        _model(4, 192, 576, 6, 2, 32, 128, 16, 65536, 4096),
+        _model(4, 192, 576, 6, 2, 32, 128, 16, 131072, 4096),
         tokens=600_000, tokens_per_step=2048, micro_batch_tokens=2048, eval_tokens=50_000,
     )  # fmt: skip
     return replace(

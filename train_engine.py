@@ -18,6 +18,7 @@ Errors that a user can cause are one-line ValueErrors; a run that must stop rais
 Public names, in file order: see `__all__`. Letters: B rows, T tokens of a row, N tokens of a micro-batch, D width.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -136,6 +137,8 @@ def _sha256(path: Path) -> str:
 
 
 def _gigabytes(count: float) -> str:
+    if count < 1e8:
+        return f"{count / 1e6:,.1f} MB"
     return f"{count / 1e9:,.2f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
 
 
@@ -1094,16 +1097,19 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 class _Interrupts:
-    """Turns the first SIGINT or SIGTERM into a flag and the second into an exit; a no-op outside the main thread."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP (a lost terminal) into a flag and the second into an exit.
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    A no-op outside the main thread.
+    """
+
+    def __init__(self) -> None:
         self.exit_code = 0
-        self._log = log
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "_Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+            signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            self._previous = {s: signal.signal(s, self._handle) for s in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -1114,7 +1120,9 @@ class _Interrupts:
         if self.exit_code:
             os._exit(128 + number)
         self.exit_code = 128 + number
-        self._log("stopping after this step; once more to exit at once")
+        # straight to the descriptor: a signal may come while a line is printed, and no buffer may be entered twice
+        with contextlib.suppress(OSError):
+            os.write(2, b"stopping after this step; once more to exit at once\n")
 
 
 # ---------------------------------------------------------------------------
@@ -1315,7 +1323,7 @@ class TrainingEngine:
         folder = _RunFolder(path, resume=train.resume)
         try:
             self._open(folder)
-            with _Interrupts(self._log) as interrupts:
+            with _Interrupts() as interrupts:
                 self._loop(folder, interrupts)
                 if interrupts.exit_code:
                     self._log(f"stopped at step {self.state.step}; go on with --resume --run-dir {folder.path}")

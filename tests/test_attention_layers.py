@@ -223,7 +223,7 @@ def test_b029_rotary_angles_are_exact_at_every_position():
 def test_r12_scope_does_not_change_the_wavelengths_of_trained_weights():
     window = preset("nano").model
     full = replace(window, attention_scope="full")
-    assert window.rope_scaling == 1.0 and full.rope_scaling == 32.0
+    assert window.rope_scaling == 1.0 and full.rope_scaling == 131072 / (16 * 128)
     kept = replace(full, rope_stretch=window.rope_scaling)
     positions = torch.arange(100)[None]
     assert torch.equal(RotaryTable(kept)(positions).cos, RotaryTable(window)(positions).cos)

@@ -383,7 +383,7 @@ def test_plan_of_the_full_model(call, tmp_path, monkeypatch):
     assert lines[0].startswith("device: CPU, 16.00 GB")
     assert "parameters: 5,626,484,192 (matrices 5,497,569,280" in out
     assert "the printed 4,960,153,600 is not a sum of the printed dimensions" in out and "multiple of 7" in out
-    for part in ("memory of training, recompute", "memory of generation: ", "recurrent state 0.04 GB", "operations"):
+    for part in ("memory of training, recompute", "memory of generation: ", "recurrent state 44.0 MB", "operations"):
         assert part in out
     assert lines[-1].startswith("does not fit: training needs ")
     assert list(tmp_path.iterdir()) == []
@@ -573,6 +573,16 @@ def test_a_sample_that_cannot_be_made_is_a_remark(call, world, tmp_path, monkeyp
     assert Path("run/final.safetensors").is_file()
 
 
+def test_the_sample_of_a_model_that_would_end_at_once_shows_something(capsys, world, monkeypatch):
+    end = open_tokens(world.data).facts["eos_id"]
+    bias = torch.zeros(320).index_fill(0, torch.tensor([end]), 1e3)
+    monkeypatch.setattr("generation_engine.penalize", lambda logits, *_: logits + bias)
+    main._show_sample(world.weights, preset("nano"), _small_cpu())
+    out, err = capsys.readouterr()
+    assert f"made tokens: {main.SAMPLE_TOKENS}," in err
+    assert len(out.removeprefix("a sample:\n").strip()) > main.SAMPLE_TOKENS
+
+
 # ---------------------------------------------------------------------------
 # Interrupts
 
@@ -601,7 +611,7 @@ def test_ctrl_c_saves_and_resume_ends_like_an_unbroken_run(world):
     _read_until(process, b"step 4/19")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and err == b""
+    assert process.returncode == 130 and err == b"stopping after this step; once more to exit at once\n"
     last = out.decode().splitlines()[-1]
     assert re.fullmatch(r"stopped at step \d+; go on with --resume --run-dir broken", last)
     assert not (world.folder / "broken/final.safetensors").exists()
@@ -609,7 +619,8 @@ def test_ctrl_c_saves_and_resume_ends_like_an_unbroken_run(world):
     process = _start(["train", "--device", "cpu", "--resume", "--run-dir", "broken"], world.folder)
     assert b"resumed broken/checkpoints/step-0000000" in _read_until(process, b"  loss ")
     process.stdout.close()
-    assert process.wait(timeout=300) == 143 and process.stderr.read() == b""
+    assert process.wait(timeout=300) == 143
+    assert process.stderr.read() == b"stopping after this step; once more to exit at once\n"
     process.stderr.close()
     assert not (world.folder / "broken/final.safetensors").exists()
 
