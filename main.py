@@ -31,9 +31,11 @@ from generation_engine import GenerationStatistics, StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, PrecisionConfig, preset, suggest_name
 from train_engine import (
+    CHIPS,
     DeviceFacts,
     TrainingEngine,
     TrainingError,
+    chip_facts,
     choose_preset,
     describe_device,
     evaluate,
@@ -178,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = command("plan", "Print parameters, memory, operations and hours of a configuration, before any work.")
     plan.add_argument("--preset", **presets)
+    plan.add_argument("--chip", choices=tuple(CHIPS), help="plan for this accelerator in place of the present device")
     _add_fields(plan, tuple(s for s in everything if s != "generation"))
 
     generate = command("generate", "Stream text from weights: text to standard output, figures to standard error.")
@@ -386,7 +389,7 @@ def _show_sample(weights: Path, config: Config, facts: DeviceFacts) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    facts = describe_device(getattr(arguments, "device", "auto"))
+    facts = chip_facts(arguments.chip) if arguments.chip else describe_device(getattr(arguments, "device", "auto"))
     _log(facts.describe())
     config, fixed = _configure(arguments, facts, demo=False)
     if config.train.data is not None:
@@ -394,8 +397,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     for line in plan(config, facts).describe():
         _log(line)
     try:
-        preflight(config, facts, folder=Path(config.train.run_dir))
-        _log(f"fits {facts.name}, in memory, hours and disk")
+        preflight(config, facts, folder=None if arguments.chip else Path(config.train.run_dir))
+        _log(f"fits {facts.name}, in memory and hours" + ("" if arguments.chip else " and disk"))
     except ValueError as error:
         _log(f"does not fit: {error}")
     return 0

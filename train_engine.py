@@ -72,6 +72,7 @@ __all__ = [
     "TrainState",
     "TrainingEngine",
     "TrainingError",
+    "chip_facts",
     "choose_preset",
     "choose_recompute",
     "describe_device",
@@ -157,7 +158,7 @@ def _one_line(error: BaseException) -> str:
 # Device
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chip:
     """Dense peak rates of one accelerator (operations a second; 0 = no such unit), memory and bandwidth."""
 
@@ -167,15 +168,20 @@ class Chip:
     fp4: float
     memory: float
     bandwidth: float
+    capability: tuple[int, int]
 
 
 # by a part of the driver's device name; vendor's dense figures
 CHIPS: dict[str, Chip] = {
-    "A100": Chip(name="A100",         bf16=312e12,  fp8=0.0,     fp4=0.0,      memory=80e9,  bandwidth=2.0e12),
-    "H100": Chip(name="H100",         bf16=989e12,  fp8=1979e12, fp4=0.0,      memory=80e9,  bandwidth=3.35e12),
-    "H200": Chip(name="H200",         bf16=989e12,  fp8=1979e12, fp4=0.0,      memory=141e9, bandwidth=4.8e12),
-    "B200": Chip(name="B200",         bf16=2250e12, fp8=4500e12, fp4=9000e12,  memory=192e9, bandwidth=8.0e12),
-    "B300": Chip(name="B300 (SM103)", bf16=2250e12, fp8=4500e12, fp4=13500e12, memory=288e9, bandwidth=8.0e12),
+    chip.name.split()[0]: chip
+    for chip in (
+        # name, bf16, fp8, fp4, memory, bandwidth, capability
+        Chip("A100",         312e12,  0.0,     0.0,      80e9,  2.0e12,  (8, 0)),
+        Chip("H100",         989e12,  1979e12, 0.0,      80e9,  3.35e12, (9, 0)),
+        Chip("H200",         989e12,  1979e12, 0.0,      141e9, 4.8e12,  (9, 0)),
+        Chip("B200",         2250e12, 4500e12, 9000e12,  192e9, 8.0e12,  (10, 0)),
+        Chip("B300 (SM103)", 2250e12, 4500e12, 13500e12, 288e9, 8.0e12,  (10, 3)),
+    )
 }  # fmt: skip
 TARGET_CHIP = CHIPS["B300"]
 
@@ -235,6 +241,15 @@ def describe_device(device: str = "auto") -> DeviceFacts:
     return DeviceFacts(
         kind="cpu", name=f"CPU with {torch.get_num_threads()} threads", memory=page * os.sysconf("SC_PHYS_PAGES"),
         free=page * os.sysconf("SC_AVPHYS_PAGES"), capability=None, chip=None, probed_peak=_probe_peak("cpu"),
+    )  # fmt: skip
+
+
+def chip_facts(name: str) -> DeviceFacts:
+    """Return the facts of a chip of the table, all of its memory free: for plans of runs on another machine."""
+    chip = CHIPS[name]
+    return DeviceFacts(
+        kind="cuda", name=chip.name, memory=int(chip.memory), free=int(chip.memory), chip=chip,
+        capability=chip.capability, probed_peak=0.0,
     )  # fmt: skip
 
 
@@ -300,6 +315,7 @@ class Plan:
     hours: float
     utilisation: float
     measured: bool
+    decode_roof: float | None
     checkpoint_bytes: int
     disk_bytes: int
     tokens: int
@@ -333,6 +349,8 @@ class Plan:
             f"training: {self.tokens:,} tokens, {self.flops:.3g} operations, about {_duration(self.hours)} "
             f"at {self.utilisation:.0%} of the peak ({'measured' if self.measured else 'assumed'})"
         )
+        if self.decode_roof is not None:
+            lines.append(f"generation: at most {self.decode_roof:,.0f} tokens/s without drafts, by memory bandwidth")
         lines.append(f"disk: {_gigabytes(self.checkpoint_bytes)} a checkpoint, {_gigabytes(self.disk_bytes)} in all")
         return lines
 
@@ -367,6 +385,7 @@ def plan(config: Config, facts: DeviceFacts, *, tokens_per_second: float | None 
         hours=hours,
         utilisation=utilisation,
         measured=tokens_per_second is not None,
+        decode_roof=facts.chip.bandwidth / _decode_bytes(config) if facts.chip else None,
         checkpoint_bytes=checkpoint,
         disk_bytes=checkpoint * (config.train.keep_checkpoints + 1) + 4 * model.total_parameters,
         tokens=tokens,
@@ -464,6 +483,15 @@ def _generation_parts(config: Config, kind: str) -> dict[str, int]:
         "workspace": prefill * width * (6 * model.hidden_dim + 3 * model.ffn_dim) + 4 * 8 * model.vocab_size,
         "context": int(_CONTEXT_BYTES[kind]),
     }
+
+
+def _decode_bytes(config: Config) -> float:
+    """Bytes that one decoding step reads and writes at least: matrices, head, state twice, window cache."""
+    model = config.model
+    width = {"fp32": 4.0, "fp4": 4.25 / 8, "fp4-emulated": 4.25 / 8}.get(config.precision.precision, 2.0)
+    matrices = width * (model.matrix_parameters - model.embedding_parameters)
+    head = (4 if config.precision.precision == "fp32" else 2) * model.embedding_parameters
+    return matrices + head + 2 * model.state_bytes() + model.cache_bytes(config.generation.cache_bits)
 
 
 def preflight(config: Config, facts: DeviceFacts, *, folder: Path | None = None) -> Plan:

@@ -228,6 +228,21 @@ def _same(plain: StreamingGenerationEngine, drafted: StreamingGenerationEngine) 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_change_no_id_and_no_stored_bit(model: HybridLanguageModel, options: GenerationConfig):
+    drafts_change_nothing(model, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_drafts_change_no_id_and_no_stored_bit_on_the_gpu(options: GenerationConfig, precision: str):
+    with torch.device("cuda"):
+        model = HybridLanguageModel(TINY, PrecisionConfig(precision=precision))
+    model.init_weights(0)
+    drafts_change_nothing(model, options)
+
+
+def drafts_change_nothing(model: HybridLanguageModel, options: GenerationConfig) -> None:
+    """Compare plain decoding with scripted drafts over 760 tokens: ids, every stored tensor, every figure."""
     options = replace(options, max_new_tokens=760)
     plain, text = _plain(model, options)
     assert len(set(text)) > 12, "a text of one token would show nothing"

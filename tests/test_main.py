@@ -141,7 +141,18 @@ def test_the_flags_of_train_are_frozen_and_are_the_configuration():
     names = {f.name for s in fields(Config) if s.name != "generation" for f in fields(get_type_hints(Config)[s.name])}
     extra = {"-h", "--help", "--preset", "--no-resume"}
     assert set(flags) - extra == {f"--{name.replace('_', '-')}" for name in names}
-    assert flags == [flag for action in _commands()["plan"]._actions for flag in action.option_strings]
+    planned = [flag for action in _commands()["plan"]._actions for flag in action.option_strings]
+    assert sorted(planned) == sorted([*flags, "--chip"])
+
+
+def test_a_plan_for_an_absent_chip(capsys):
+    """Its memory, units and bandwidth decide; this machine's disk does not."""
+    assert main.main(["plan", "--preset", "full", "--chip", "B300"]) == 0
+    text = capsys.readouterr().out
+    assert "B300 (SM103), sm_103, 288 GB" in text and "fp8, fp4" in text and "5,497,569,280" in text
+    assert re.search(r"generation: at most \d+ tokens/s", text) and "fits B300 (SM103)" in text
+    assert main.main(["plan", "--preset", "full", "--chip", "A100"]) == 0
+    assert "does not fit: training needs" in capsys.readouterr().out
 
 
 def test_every_flag_says_what_its_field_says():
@@ -397,7 +408,7 @@ def test_plan_takes_the_largest_preset_that_fits_and_the_vocabulary_of_the_data(
     size = open_tokens(world.data).vocab_size
     model = preset("nano").with_values({"vocab_size": size}).model
     assert f"matrices {model.matrix_parameters:,}" in out
-    assert out.endswith("fits CPU, in memory, hours and disk\n")
+    assert out.endswith("fits CPU, in memory and hours and disk\n")
 
 
 # ---------------------------------------------------------------------------
