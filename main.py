@@ -578,7 +578,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         path = Path(arguments.choices)
         _text(path.read_bytes(), str(path))
         share, count = multiple_choice(
-            model, lambda text: encode_prompt(tokenizer, text), path, context_id=info["eos_id"]
+            model, lambda text: encode_prompt(tokenizer, text), path, context_id=info["bos_id"]
         )
         _log(f"{path.name}: {share:.1%} of {count:,} questions right")
     return 0
@@ -590,6 +590,9 @@ def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -
     if tokens.largest >= model.config.vocab_size:
         size = model.config.vocab_size
         raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, the vocabulary of the weights is {size:,}")
+    if arguments.context > model.config.max_context_len:
+        most = model.config.max_context_len
+        raise ValueError(f"context must be at most {most:,} for these weights, got {arguments.context:,}")
     length = min(arguments.context, len(tokens) - 1)
     result = evaluate(model, tokens, length, split=tokens.path.name, limit_tokens=arguments.eval_tokens)
     _log(result.describe())

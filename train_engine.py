@@ -975,7 +975,8 @@ def multiple_choice(
     """Score {"prompt", "choices", "answer"} lines by mean log-likelihood a choice token: (share right, questions).
 
     Args:
-        context_id: put before each prompt (the id that ends documents), so that an empty prompt has a context.
+        context_id: put before each prompt: the id that opened the training documents, so that an empty prompt has a
+            context.
     """
     right = count = 0
     device = model.embedding.device

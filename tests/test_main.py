@@ -552,6 +552,9 @@ def test_evaluate_on_a_split_and_on_choices(call, world, tmp_path):
     assert re.fullmatch(r"  positions       0 to      15: loss \d\.\d{4} \(\d+ targets\)", positions[0])
     less = call(*evaluate, "--data", world.data.with_suffix(".val.bin"), "--context", 256, "--eval-tokens", 256).out
     assert "(256 targets, rows of 256)" in less
+    code, _, err = call(*evaluate, "--data", world.data.with_suffix(".val.bin"), "--context", 10**9)
+    refusal = r"error: context must be at most [\d,]+ for these weights, got 1,000,000,000\n"
+    assert code == 2 and re.fullmatch(refusal, err)
 
     questions = [{"prompt": "the old", "choices": [" stones", " zqxj"], "answer": i} for i in (0, 0, 1)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
