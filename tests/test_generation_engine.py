@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from custom_kernels import Projection
 from generation_engine import (
     StreamingGenerationEngine,
     TextHistory,
@@ -624,3 +625,25 @@ def _shift_noise(engine: StreamingGenerationEngine) -> None:
 def test_controls_that_must_fail_do(spoil: Callable[[StreamingGenerationEngine], None]):
     p, _ = _draws(1200, spoil)
     assert p < 1e-6, f"{spoil.__name__} went unseen: p = {p:.1e}"
+
+
+def test_packed_weights_are_one_function_in_prefill_and_decoding():
+    """R18: decoding multiplies by 4-bit weights, and so does the prompt, or the state would belong to another model."""
+    config = replace(
+        TINY, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=32,
+        recurrent_heads=4, recurrent_key_dim=32, recurrent_value_dim=32, wide_tail_layers=0,
+    )  # fmt: skip
+    model = HybridLanguageModel(config, PrecisionConfig(precision="fp4-emulated"))
+    model.init_weights(0)
+    model.eval()
+    ids = torch.randint(0, config.vocab_size, (1, 40))
+    with torch.no_grad():
+        wide = model(ids).hidden
+        for module in model.modules():
+            if isinstance(module, Projection) and module.precision == "fp4":
+                module.pack()
+        packed = model(ids).hidden
+        state = model.decode_state(cache_bits=16)
+        steps = _steps(model, ids, state)
+    assert (steps - packed).abs().max() < 1e-4
+    assert (packed - wide).norm() / wide.norm() > 1e-2, "nothing was quantised"
