@@ -89,6 +89,15 @@ def dense_for(parameters: int, vocab: int, width: int, layers: int, heads: int, 
     return model
 
 
+def cosine_rate(step: int, steps: int) -> float:
+    """Return the baseline's rate factor: linear warm-up over 2 %, then one cosine to 0.01 at the last step."""
+    warmup = max(1, round(0.02 * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - 1 - warmup)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+
+
 def train_dense(
     model: DenseTransformer, rate: float, loader: PackedSequenceDataLoader, steps: int, val: list, device: torch.device
 ) -> dict:
@@ -97,11 +106,10 @@ def train_dense(
     plain = [p for p in model.parameters() if p.dim() == 1]
     groups = [dict(params=decayed, weight_decay=0.1), dict(params=plain, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, fused=device.type == "cuda")
-    warmup, curve, begin = max(1, round(0.02 * steps)), [], time.perf_counter()
+    curve, begin = [], time.perf_counter()
     for step in range(steps):
-        factor = min((step + 1) / warmup, 0.5 * (1.99 + math.cos(math.pi * step / steps)) if step > warmup else 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = rate * max(0.01, min(1.0, factor))
+            group["lr"] = rate * cosine_rate(step, steps)
         plan, total = loader.step_batches(step), 0.0
         for batch in plan:
             loss = dense_loss(model, batch, device).sum() / plan.supervised
@@ -197,6 +205,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--product-flags", nargs=argparse.REMAINDER, default=[], help="for train; must be last")
     arguments = parser.parse_args()
+    # the baseline's schedule is checked first: one that stays high would hand the comparison to the product
+    assert [round(cosine_rate(step, 305), 3) for step in (0, 5, 6, 150, 304)] == [0.167, 1.0, 1.0, 0.531, 0.01]
     Path(arguments.out).mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     product = [train_product(arguments, seed) for seed in arguments.seeds]
