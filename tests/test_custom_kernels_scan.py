@@ -106,9 +106,6 @@ def _scan_parity(B, T, H, K, V, *, dtype=torch.float32, device="cpu", doc=None, 
         if dtype == torch.bfloat16:
             # nor is a bf16 run of a few tokens that is right by luck: it counts as one unit in the last place off
             low_n = torch.where((low_n - truth_n).abs() < 2**-8, truth_n + 2**-8, low_n)
-            if keys != "random" and name == "dbeta":
-                # the solve cancels most of dbeta: measured on one H200 9.1e-2 of the largest, the bf16 loop 2.9e-2
-                low_n = truth_n + 2 * (low_n - truth_n)
         assert_close(name, got_n, truth_n, low_n, rms_bound=bound)
 
 
