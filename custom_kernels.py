@@ -2111,7 +2111,8 @@ def _attention_near_mask(o_q, o_r, b_first, window, anchors, READ: tl.constexpr)
     """Pairs inside the window; READ 1 keeps those that read quantised rows, 2 the others, 0 all. Broadcasts.
 
     Rows count from the first carried key, so that queries o_q and keys o_r are never negative: the same comparisons on
-    indices, negative for carried keys, were wrong on sm_90 with triton 3.6.0, pipelined or not (measured).
+    indices, negative for carried keys, gave wrong outputs on sm_90 with triton 3.6.0 (four forms tried on one H200; the
+    cause was not established).
     """
     visible = (o_r >= tl.maximum(b_first, 0)) & (o_r <= o_q) & (o_q - o_r < window)
     if READ > 0:
@@ -2838,7 +2839,10 @@ def quantize_cache(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     _require(K % _CACHE_GROUP == 0, f"the last dimension must be a multiple of {_CACHE_GROUP}, got {K}")
     group, top = (K, 127) if bits == 8 else (_CACHE_GROUP, 7)
     parts = x.detach().float().unflatten(-1, (K // group, group))
-    scale = (parts.abs().amax(-1) / top).clamp(min=_CACHE_TINY)
+    largest = parts.abs().amax(-1)
+    # tensor by tensor: a division by a number is a product with its reciprocal on CUDA, one ulp off, which moves 0.13 %
+    # of the codes of bf16 values across a tie (emulated) and the attention output by 1e-2
+    scale = (largest / torch.full_like(largest, top)).clamp(min=_CACHE_TINY)
     codes = (parts / scale[..., None]).round().clamp(-top, top).flatten(-2)
     if bits == 8:
         return codes.to(torch.int8), scale
@@ -3312,10 +3316,7 @@ def paged_attention(
     else:
         q_far, window = q, _ATTENTION_WIDEST
     scale = K**-0.5 if scale is None else float(scale)
-    # quantised pages multiply in float32 (tf32 on the matrix units): 16-bit operands would add 1e-2 to the rounding of
-    # the codes themselves (measured), and the step is bound by bytes anyway
-    q_pages = q if cache.bits == 16 else q.to(torch.promote_types(q.dtype, torch.float32))
-    q_pages = hadamard_rotate(q_pages) if cache.bits == 4 else q_pages
+    q_pages = hadamard_rotate(q) if cache.bits == 4 else q
     tree, positions = tree_mask.to(torch.int32), positions.to(torch.int32).expand(B, N)
     run = _paged_attention_kernel if _uses_kernel(q) else _paged_attention_torch
     args = (x.contiguous() for x in (q, q_far, q_pages))

@@ -487,10 +487,7 @@ def paged_run(L, window, anchors, scope, bits, group, dtype, device):
     cache = paged_filled(k, v, raw, L, window, anchors, scope, bits, device)
     y = paged_attention(*(x.to(device) for x in (q, q_far)), cache, k[:, L:].to(device), v[:, L:].to(device),
                         tree.to(device), (depth + L).to(device), window=window, anchors=anchors, scope=scope)
-    # the codes' exact values: the kernel multiplies them in float32, only the low reference rounds them to its type
-    quant = [
-        x if bits == 16 else fake_quantize_cache(x.float(), bits, rotated=t) for x, t in ((k, bits == 4), (v, False))
-    ]
+    quant = [x if bits == 16 else fake_quantize_cache(x, bits, rotated=t) for x, t in ((k, bits == 4), (v, False))]
     rule = {"window": window, "anchors": anchors, "scope": scope}
 
     def reference(kind):
@@ -663,7 +660,7 @@ ATTENTION_SIGNATURES = {
         "T P old_rows anchors n_items"),
     "_rotary_kernel": ("x:* cos:*fp32 sin:*fp32 y:*", "rows T batch_stride sign:fp32"),
     "_paged_pages_kernel": (
-        "q:pages key:codes key_scale:*fp32 value:codes value_scale:*fp32 table:*i32 length:*i32 position:*i32 "
+        "q:* key:codes key_scale:*fp32 value:codes value_scale:*fp32 table:*i32 length:*i32 position:*i32 "
         "acc:*fp32 m:*fp32 l:*fp32", "N R window anchors scale2:fp32"),
     "_paged_node_kernel": (
         "q:* q_far:* recent_k:* recent_v:* scratch_k:* scratch_v:* near:* far:* anchor_v:* tree:*i32 length:*i32 "
@@ -676,8 +673,6 @@ def attention_case(name, kind, constexprs, options):
     pointers, scalars = ATTENTION_SIGNATURES[name]
     bits = constexprs.get("BITS", 16)
     kinds = {"*": "*" + kind, "codes": {16: "*" + kind, 8: "*i8", 4: "*u8"}[bits]}
-    # quantised pages multiply in float32
-    kinds["pages"] = "*" + kind if bits == 16 else "*fp32"
     signature = {}
     for word in pointers.split():
         arg, kind_of = word.split(":")
