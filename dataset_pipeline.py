@@ -276,7 +276,7 @@ def _map_ids(path: Path, dtype: str | None, facts: dict) -> tuple[str, np.ndarra
 def _map_flat(path: Path, dtype: str, offset: int) -> np.ndarray:
     width, size = np.dtype(dtype).itemsize, path.stat().st_size - offset
     odd = f"{path} has {size:,} bytes of ids, {size % width} more than a multiple of {width}"
-    _require(size % width == 0, f"{odd}; the copy is cut off, or the width is another one (--dtype)")
+    _require(size % width == 0, f"{odd}; the copy is cut off, or the width is another one (--data-dtype)")
     _require(size > 0, f"{path} holds 0 ids; training needs at least 2")
     return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
@@ -347,7 +347,7 @@ def _refuse_text(path: Path, head: bytes) -> None:
         with contextlib.suppress(UnicodeDecodeError):
             codecs.getincrementaldecoder("utf-8")().decode(head)
             name = "text"
-    _require(name is None, f"{path} holds {name}, not token ids; run `prepare` on it first, or state --dtype")
+    _require(name is None, f"{path} holds {name}, not token ids; run `prepare` on it first, or state --data-dtype")
 
 
 def _guess_width(path: Path) -> str:
