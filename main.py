@@ -332,6 +332,8 @@ def _open_splits(config: Config, *, fixed: bool) -> tuple[Config, TokenFile, Tok
     tokens = _open_data(config, path)
     if not fixed:
         config = config.with_values({"vocab_size": tokens.vocab_size or tokens.largest + 1})
+    if tokens.largest >= (size := config.model.vocab_size):
+        raise ValueError(f"{path} holds id {tokens.largest:,}, the vocabulary is {size:,}; use a larger --vocab-size")
     if (tokenizer := tokens.read_tokenizer()) is not None:
         bytes_of_id(tokenizer)  # one that cannot make text is refused now, not after the training
     named = config.train.val_data

@@ -145,6 +145,12 @@ def test_the_flags_of_train_are_frozen_and_are_the_configuration():
     assert sorted(planned) == sorted([*flags, "--chip"])
 
 
+def test_a_plan_refuses_ids_over_a_fixed_vocabulary(tmp_path, capsys):
+    (tmp_path / "big.bin").write_bytes(np.full(4000, 70_000, "<u4").tobytes())
+    assert main.main(["plan", "--preset", "full", "--chip", "B300", "--data", str(tmp_path / "big.bin")]) == 2
+    assert re.search(r"^error: .*big\.bin holds id 70,000, .*65,536.*$", capsys.readouterr().err)
+
+
 def test_a_plan_for_an_absent_chip(capsys):
     """Its memory, units and bandwidth decide; this machine's disk does not."""
     assert main.main(["plan", "--preset", "full", "--chip", "B300"]) == 0
