@@ -127,7 +127,7 @@ def test_scan_matches_token_loop_float64(T, chunk_size):
 @pytest.mark.parametrize(
     "B, T, H, K, V, chunk_size",
     [
-        (1, 1, 1, 16, 16, 128),
+        (2, 1, 40, 16, 16, 128),  # 80 single tokens: one alone is one number, whose cancellation is luck
         (2, 2, 2, 32, 32, 128),
         (2, 63, 2, 64, 64, 128),
         (2, 65, 3, 48, 80, 128),  # padded tiles
