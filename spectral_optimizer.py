@@ -281,7 +281,7 @@ class StepReport:
     step: int
     """Number of this call of `step`, from 1, skipped ones included; kept over save and load."""
     finite: Tensor
-    """bool: both gradient norms were finite; where it is False nothing but `step` has changed."""
+    """bool: both gradient norms were finite in float32 (below 1.8e19); where it is False only `step` has changed."""
     matrix_gradient_norm: Tensor
     """float32, of all matrices' gradients."""
     adaptive_gradient_norm: Tensor

@@ -34,6 +34,9 @@ SCAN_BF16_BOUND = {"dlog_gamma": 1e-2}
 SCAN_BF16_DEFAULT = 5e-3
 # equal or nearly equal keys, slow decay: the solve cancels most of dv and dbeta (emulated: y 5.3e-3, dq 5.1e-3,
 # dk 6.9e-3, dv 2.2e-2, dbeta 7.2e-2; the token loop in bf16 is as far off)
+# H200, six seeds of each kind, K = V = 128: dv 1.0e-2 to 2.5e-2 (the bf16 loop 3.5e-2 to 7.0e-2), dbeta 3.1e-2 to
+# 9.0e-2 (3.6e-2 to 7.4e-2); their worst elements were 0.9 to 2.6 and 0.7 to 4.0 times the loop's worst, others <= 0.7
+SCAN_BF16_DEPENDENT_WORST = {"dv": 4, "dbeta": 6}
 SCAN_BF16_DEPENDENT_BOUND = {"y": 1e-2, "dq": 1e-2, "dk": 1.4e-2, "dv": 4e-2, "dbeta": 1.4e-1, "dlog_gamma": 1e-2}
 
 
@@ -106,6 +109,9 @@ def _scan_parity(B, T, H, K, V, *, dtype=torch.float32, device="cpu", doc=None, 
         if dtype == torch.bfloat16:
             # nor is a bf16 run of a few tokens that is right by luck: it counts as one unit in the last place off
             low_n = torch.where((low_n - truth_n).abs() < 2**-8, truth_n + 2**-8, low_n)
+            if keys != "random":
+                # assert_close allows twice low's worst element
+                low_n = truth_n + (low_n - truth_n) * (SCAN_BF16_DEPENDENT_WORST.get(name, 2) / 2)
         assert_close(name, got_n, truth_n, low_n, rms_bound=bound)
 
 
