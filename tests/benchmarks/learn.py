@@ -3,8 +3,8 @@
     python tests/benchmarks/learn.py --data data/tokens.bin --tokens 10_000_000 --context 1024 --out learned
 
 The baseline is a pre-norm decoder (rotary attention with QK normalisation, SwiGLU, tied embedding scaled as usual) with
-decoupled weight decay Adam (beta2 0.95), warm-up and cosine, its rate the best of a grid that is extended until the
-best point is interior. Documents are masked for both, targets never cross them. The product runs through its own
+decoupled weight decay Adam (beta2 0.95), warm-up and cosine; for a short and a long warm-up its rate is the best of a
+grid that is extended until the best point is interior. Documents are masked for both, targets never cross them. The product runs through its own
 command. Prints a table and one JSON line; writes a picture.
 """
 
@@ -89,9 +89,9 @@ def dense_for(parameters: int, vocab: int, width: int, layers: int, heads: int, 
     return model
 
 
-def cosine_rate(step: int, steps: int) -> float:
-    """Return the baseline's rate factor: linear warm-up over 2 %, then one cosine to 0.01 at the last step."""
-    warmup = max(1, round(0.02 * steps))
+def cosine_rate(step: int, steps: int, share: float) -> float:
+    """Return the baseline's rate factor: linear warm-up over that share, then one cosine to 0.01 at the last step."""
+    warmup = max(1, round(share * steps))
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - 1 - warmup)
@@ -99,8 +99,9 @@ def cosine_rate(step: int, steps: int) -> float:
 
 
 def train_dense(
-    model: DenseTransformer, rate: float, loader: PackedSequenceDataLoader, steps: int, val: list, device: torch.device
-) -> dict:
+    model: DenseTransformer, rate: float, warmup: float, loader: PackedSequenceDataLoader, steps: int, val: list,
+    device: torch.device,
+) -> dict:  # fmt: skip
     """Train on the loader's own batches; return the curve and the validation loss in nats."""
     decayed = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -109,7 +110,7 @@ def train_dense(
     curve, begin = [], time.perf_counter()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * cosine_rate(step, steps)
+            group["lr"] = rate * cosine_rate(step, steps, warmup)
         plan, total = loader.step_batches(step), 0.0
         for batch in plan:
             loss = dense_loss(model, batch, device).sum() / plan.supervised
@@ -124,7 +125,7 @@ def train_dense(
     with torch.no_grad():
         pairs = [(dense_loss(model, b, device).sum().item(), float(b.supervised)) for b in val]
     nats = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
-    return dict(rate=rate, validation=nats, curve=curve, seconds=seconds)
+    return dict(rate=rate, warmup=warmup, validation=nats, curve=curve, seconds=seconds)
 
 
 def dense_loss(model: DenseTransformer, batch, device: torch.device) -> Tensor:
@@ -135,28 +136,34 @@ def dense_loss(model: DenseTransformer, batch, device: torch.device) -> Tensor:
 
 
 def tune_dense(arguments: argparse.Namespace, device: torch.device) -> list[dict]:
-    """Train the baseline over a doubling grid of rates, extended until the best one is interior."""
+    """Train the baseline over a doubling grid of rates for either warm-up, extended until the best is interior."""
     tokens = open_tokens(arguments.data)
     val = open_tokens(Path(arguments.data).with_name("tokens.val.bin"))
     config = replace(preset(arguments.preset).model, vocab_size=tokens.vocab_size)
     curriculum = replace(preset(arguments.preset).curriculum, context=arguments.context)
     stages, _ = build_curriculum(arguments.tokens, curriculum, max_context_len=config.max_context_len)
-    runs: dict[float, dict] = {}
-    pending = [1e-3, 2e-3, 4e-3]
+    steps = sum(s.steps for s in stages)
+    runs: dict[tuple[float, float], dict] = {}
+    pending = [(warmup, rate) for warmup in (0.02, 0.1) for rate in (5e-4, 1e-3, 2e-3)]
     while pending:
-        rate = pending.pop(0)
+        warmup, rate = pending.pop(0)
         torch.manual_seed(0)
         model = dense_for(config.matrix_parameters, config.vocab_size, config.hidden_dim, config.layers,
                           config.num_query_heads, arguments.context).to(device)  # fmt: skip
         loader = PackedSequenceDataLoader(tokens, stages, seed=0, micro_batch_tokens=32768)
         batches = list(validation_batches(val, arguments.context, arguments.val_tokens, micro_batch_tokens=32768))
-        runs[rate] = train_dense(model, rate, loader, sum(s.steps for s in stages), batches, device)
-        print(f"dense, rate {rate:.1e}: validation {runs[rate]['validation']:.4f} nats", flush=True)
-        rates = sorted(runs)
-        best = min(runs, key=lambda r: runs[r]["validation"])
-        if not pending and best in (rates[0], rates[-1]):
-            pending = [best / 2 if best == rates[0] else best * 2]
-    return [runs[r] for r in sorted(runs)]
+        runs[warmup, rate] = train_dense(model, rate, warmup, loader, steps, batches, device)
+        print(f"{dense_name(runs[warmup, rate])}: validation {runs[warmup, rate]['validation']:.4f} nats", flush=True)
+        rates = sorted(r for w, r in runs if w == warmup)
+        best = min(rates, key=lambda r: runs[warmup, r]["validation"])
+        if all(w != warmup for w, _ in pending) and best in (rates[0], rates[-1]):
+            pending.insert(0, (warmup, best / 2 if best == rates[0] else best * 2))
+    return [runs[key] for key in sorted(runs)]
+
+
+def dense_name(run: dict) -> str:
+    """Name a baseline run by its two choices."""
+    return f"dense, rate {run['rate']:.1e}, warm-up {run['warmup']:.0%}"
 
 
 def train_product(arguments: argparse.Namespace, seed: int) -> dict:
@@ -185,7 +192,7 @@ def draw(dense: list[dict], product: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     best = min(dense, key=lambda r: r["validation"])
-    axes.plot(*zip(*best["curve"], strict=True), label=f"dense, rate {best['rate']:.0e}", color="tab:gray")
+    axes.plot(*zip(*best["curve"], strict=True), label=dense_name(best), color="tab:gray")
     for run in product:
         axes.plot(*zip(*run["curve"], strict=True), label=f"hybrid, seed {run['seed']}")
     axes.set(xlabel="step", ylabel="training loss, nats a token", ylim=(2, 9))
@@ -206,7 +213,7 @@ def main() -> None:
     parser.add_argument("--product-flags", nargs=argparse.REMAINDER, default=[], help="for train; must be last")
     arguments = parser.parse_args()
     # the baseline's schedule is checked first: one that stays high would hand the comparison to the product
-    assert [round(cosine_rate(step, 305), 3) for step in (0, 5, 6, 150, 304)] == [0.167, 1.0, 1.0, 0.531, 0.01]
+    assert [round(cosine_rate(step, 305, 0.02), 3) for step in (0, 5, 6, 150, 304)] == [0.167, 1.0, 1.0, 0.531, 0.01]
     Path(arguments.out).mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     product = [train_product(arguments, seed) for seed in arguments.seeds]
@@ -217,12 +224,12 @@ def main() -> None:
     ratio = product[0]["bits"] / product[0]["validation"]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{arguments.tokens:,} tokens, rows of {arguments.context:,}, {name}, torch {torch.__version__}")
-    print(f"{'model':28s} {'nats':>8s} {'bits/byte':>10s} {'seconds':>8s}")
+    print(f"{'model':34s} {'nats':>8s} {'bits/byte':>10s} {'seconds':>8s}")
     for run in dense:
-        print(f"dense, rate {run['rate']:<15.1e} {run['validation']:8.4f} {run['validation'] * ratio:10.4f} "
+        print(f"{dense_name(run):34s} {run['validation']:8.4f} {run['validation'] * ratio:10.4f} "
               f"{run['seconds']:8.1f}")  # fmt: skip
     for run in product:
-        print(f"hybrid, seed {run['seed']:<15d} {run['validation']:8.4f} {run['bits']:10.4f} {run['seconds']:8.1f}")
+        print(f"hybrid, seed {run['seed']:<21d} {run['validation']:8.4f} {run['bits']:10.4f} {run['seconds']:8.1f}")
     ahead = best["validation"] - max(run["validation"] for run in product)
     print(f"hybrid's worst seed is ahead by {ahead:.3f} nats, {ahead * ratio:.3f} bits per byte")
     print(json.dumps({"dense": dense, "product": product, "device": name, "tokens": arguments.tokens}))
