@@ -4,8 +4,8 @@
 
 The baseline is a pre-norm decoder (rotary attention with QK normalisation, SwiGLU, tied embedding scaled as usual) with
 decoupled weight decay Adam (beta2 0.95), warm-up and cosine; for a short and a long warm-up its rate is the best of a
-grid that is extended until the best point is interior. Documents are masked for both, targets never cross them. The product runs through its own
-command. Prints a table and one JSON line; writes a picture.
+grid that is extended until the best point is interior. Documents are masked for both, targets never cross them. The
+product runs through its own command. Prints a table and one JSON line; writes a picture.
 """
 
 import argparse
