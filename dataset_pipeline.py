@@ -132,6 +132,8 @@ class TokenFile:
     ends: np.ndarray  # (documents,) int64, cumulative, exclusive
     ends_source: str
     mask: np.ndarray | None  # uint8 per token, 1 = this token is a supervised target
+    source_of: np.ndarray | None  # (documents,) uint16, index into sources; None = all of one source
+    sources: tuple[str, ...]  # names, at least one
     facts: dict[str, Any]  # X.json, {} without one
     vocab_size: int | None
     largest: int
@@ -155,7 +157,8 @@ class TokenFile:
         return [
             f"data: {self.path} is {self.format}, {8 * self.ids.dtype.itemsize} bits an id",
             f"ids: {len(self):,}, largest {self.largest:,}, vocabulary {vocabulary}",
-            f"documents: {len(self.ends):,} ({self.ends_source}), longest {int(self.lengths.max()):,} tokens",
+            f"documents: {len(self.ends):,} ({self.ends_source}), longest {int(self.lengths.max()):,} tokens"
+            + (f", of {len(self.sources)} sources" if len(self.sources) > 1 else ""),
             f"supervised tokens: {self.supervised:,} ({mask})",
         ]
 
@@ -210,6 +213,7 @@ def open_tokens(
 
     ends, source = _document_ends(path, ids, index_ends, doc_id, doc_at)
     mask = _map_mask(path, count)
+    source_of, sources = _read_sources(path, facts, len(ends))
     scan = _scan(path, ids, mask, needs_digest="sha256" in facts)
     _check_values(path, ids, mask, scan, facts.get("sha256"), vocab_size)
     supervised = count - len(ends)
@@ -217,8 +221,8 @@ def open_tokens(
         supervised = scan["mask_ones"] - int(mask[0]) - int(np.count_nonzero(mask[ends[:-1]]))
     _require(supervised > 0, f"{path}: supervised tokens = 0; give documents of 2 tokens, and a mask with 1 at targets")
     return TokenFile(
-        path=path, format=kind, ids=ids, ends=ends, ends_source=source, mask=mask, facts=facts, vocab_size=vocab_size,
-        largest=scan["largest"], supervised=supervised,
+        path=path, format=kind, ids=ids, ends=ends, ends_source=source, mask=mask, source_of=source_of,
+        sources=sources, facts=facts, vocab_size=vocab_size, largest=scan["largest"], supervised=supervised,
     )  # fmt: skip
 
 
@@ -394,6 +398,18 @@ def _read_ends(file: Path, count: int) -> np.ndarray:
     return ends.astype(np.int64)
 
 
+def _read_sources(path: Path, facts: dict, documents: int) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """-> (source of each document or None, the sources' names)"""
+    file, names = _sidecar(path, ".sources.bin"), tuple(facts.get("sources", ("all",)))
+    if not file.is_file():
+        return None, names[:1]
+    found = np.fromfile(file, "<u2")
+    wrong = f"{file} holds {len(found):,} documents, {path.name} has {documents:,}"
+    _require(len(found) == documents, f"{wrong}; copy both again")
+    _require(int(found.max()) < len(names), f"{file} holds source {found.max()}, {path.stem}.json names {len(names)}")
+    return found, names
+
+
 def _map_mask(path: Path, count: int) -> np.ndarray | None:
     for file in (_sidecar(path, ".mask.bin"), path.with_name(path.name + ".loss")):
         if file.is_file():
@@ -450,7 +466,8 @@ def _fingerprint(path: Path) -> list:
 
 
 class TokenWriter:
-    """Stream documents into X.bin, X.ends.bin, X.mask.bin (where masks are given) and X.json; use it in a `with`.
+    """Stream documents into X.bin with X.ends.bin, X.mask.bin (where masks are given), X.sources.bin (uint16 a
+    document, where there are several sources) and X.json; use it in a `with`.
 
     Everything is written and flushed under temporary names first; an exception leaves the old files as they were. Then
     the old X.bin goes, and the new one comes after its ends and mask, so that a crash between never mixes old and new.
@@ -466,6 +483,8 @@ class TokenWriter:
         _require(fits, f"a vocabulary of {vocab_size} does not fit uint16 (largest id 65,535); write uint32")
         self.path, self.vocab_size, self.facts, self.count = Path(path), vocab_size, facts or {}, 0
         self._ends, self._digest = array("Q"), hashlib.sha256()
+        self._sources: dict[str, int] = {}
+        self._source_of = array("H")
         self._file, self._mask = _AtomicFile(self.path), None
 
     @property
@@ -492,10 +511,12 @@ class TokenWriter:
         self._file.write(data)
         self.count += len(values)
 
-    def end_document(self) -> None:
-        """Close the current document; one without ids is dropped."""
+    def end_document(self, source: str = "all") -> None:
+        """Close the current document, which belongs to that source; one without ids is dropped."""
         if self.count > (self._ends[-1] if self._ends else 0):
             self._ends.append(self.count)
+            self._source_of.append(self._sources.setdefault(source, len(self._sources)))
+            _require(len(self._sources) < 1 << 16, f"{self.path}: sources must be fewer than 65,536; name fewer")
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -512,15 +533,20 @@ class TokenWriter:
         _require(self.count > 0, f"{self.path}: no id was written; a token file needs at least 2")
         known = {"kind": _FACTS_KIND, "dtype": self.dtype, "count": self.count, "documents": self.documents}
         facts = self.facts | known | {"vocab_size": self.vocab_size, "sha256": self._digest.hexdigest()}
-        ends, described = (_AtomicFile(_sidecar(self.path, suffix)) for suffix in (".ends.bin", ".json"))
-        for file in (ends, described):
+        small = {".ends.bin": np.asarray(self._ends, dtype="<u8").tobytes()}
+        if len(self._sources) > 1:
+            small[".sources.bin"] = np.asarray(self._source_of, dtype="<u2").tobytes()
+        facts["sources"] = list(self._sources)
+        small[".json"] = (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode()
+        made = {suffix: _AtomicFile(_sidecar(self.path, suffix)) for suffix in small}
+        for suffix, file in made.items():
             stack.enter_context(contextlib.closing(file))
-        ends.write(np.asarray(self._ends, dtype="<u8").tobytes())
-        described.write((json.dumps(facts, indent=1, sort_keys=True) + "\n").encode())
-        files = [file for file in (ends, self._mask, self._file, described) if file is not None]
+            file.write(small[suffix])
+        *sides, described = made.values()
+        files = [file for file in (*sides, self._mask, self._file, described) if file is not None]
         for file in files:
             file.sync()
-        for old in (self.path, _sidecar(self.path, ".mask.bin"), _sidecar(self.path, ".scan.json")):
+        for old in (self.path, *(_sidecar(self.path, x) for x in (".mask.bin", ".sources.bin", ".scan.json"))):
             old.unlink(missing_ok=True)
         for file in files:
             file.publish()
@@ -532,15 +558,17 @@ def write_tokens(
     *,
     vocab_size: int,
     masks: Iterable[Sequence[int] | np.ndarray] | None = None,
+    sources: Iterable[str] | None = None,
     dtype: str | None = None,
     facts: dict | None = None,
 ) -> None:
-    """Write documents (and one mask each) as X.bin with its sidecars, through TokenWriter."""
+    """Write documents (and one mask and one source name each) as X.bin with its sidecars, through TokenWriter."""
     with TokenWriter(path, vocab_size=vocab_size, dtype=dtype, facts=facts) as writer:
         pairs = ((ids, None) for ids in documents) if masks is None else zip(documents, masks, strict=True)
+        names = itertools.repeat("all") if sources is None else iter(sources)
         for ids, mask in pairs:
             writer.add(ids, mask)
-            writer.end_document()
+            writer.end_document(next(names))
 
 
 # ---------------------------------------------------------------------------

@@ -279,6 +279,21 @@ def test_wide_vocabulary_never_wraps(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("n.")) == []
 
 
+def test_sources_are_kept_for_each_document(tmp_path):
+    path = tmp_path / "t.bin"
+    dp.write_tokens(path, [[1, 2], [], [3], [4, 5]], vocab_size=10, sources=["web", "none", "code", "web"])
+    tokens = dp.open_tokens(path)
+    assert tokens.sources == ("web", "code") and tokens.source_of.tolist() == [0, 1, 0]
+    assert "of 2 sources" in tokens.describe()[2]
+    for damage, message in (([0, 1], "holds 2 documents, t.bin has 3"), ([0, 7, 1], "holds source 7, t.json names 2")):
+        np.asarray(damage, "<u2").tofile(tmp_path / "t.sources.bin")
+        with pytest.raises(ValueError, match=message):
+            dp.open_tokens(path)
+    dp.write_tokens(path, [[1, 2], [3]], vocab_size=10)
+    tokens = dp.open_tokens(path)
+    assert tokens.source_of is None and tokens.sources == ("all",) and not (tmp_path / "t.sources.bin").exists()
+
+
 def test_failed_write_keeps_the_old_file(tmp_path):
     dp.write_tokens(tmp_path / "t.bin", [[1, 2]], vocab_size=10)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
