@@ -3,9 +3,9 @@
 What this file is: everything between files on disk and the tensors of one optimizer step. It knows no model and no
 loss, and never prints: callers print what `describe()` and the returned notes say.
 
-Packing. Documents are concatenated in an order drawn from (seed, epoch); the epochs follow each other in one endless
-stream. A row is a window of T stream tokens, the next row starts T tokens later. Each row reads T + 3 tokens, so that
-targets (t + 1) and draft targets (t + 2, t + 3) cross row ends; none crosses a document end:
+Packing. Documents are concatenated in an order drawn from (seed, epoch); the epochs follow each other in one stream,
+several sources side by side. A row is a window of T stream tokens, the next row starts T tokens later. Each row reads
+T + 3 tokens, so that targets (t + 1) and draft targets (t + 2, t + 3) cross row ends; none crosses a document end:
 
     stream      a a a a | b b b b b b | c c        T = 5
     row 0       a a a a b    targets  a a a - b    doc_start  0 0 0 0 4
@@ -23,6 +23,7 @@ import ast
 import bisect
 import codecs
 import contextlib
+import fnmatch
 import gzip
 import hashlib
 import itertools
@@ -49,8 +50,9 @@ __all__ = [  # noqa: RUF022 (file order)
     "encode_prompt", "bytes_of_id", "decode_bytes", "TextDecoder",
     "SplitReport", "PrepareReport", "prepare", "demo_corpus",
     "CurriculumStage", "build_curriculum",
+    "SourcePlan", "plan_mixture", "difficulty",
     "Batch", "StepPlan", "PackedSequenceDataLoader", "long_share",
-    "doc_start_from_cu_seqlens", "reset_flags", "boundary_indices", "attention_tile_map",
+    "doc_start_from_cu_seqlens", "reset_flags", "boundary_indices", "AttentionTileMap", "attention_tile_map",
     "validation_batches", "token_byte_lengths", "unigram_bits_per_byte", "xz_bits_per_byte",
 ]  # fmt: skip
 
@@ -1031,6 +1033,119 @@ def build_curriculum(
 
 
 # ---------------------------------------------------------------------------
+# Mixture and pacing: which documents a run presents, and in which order
+
+_PACE_BUCKETS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePlan:
+    """One source's part of a run: its documents and the tokens that the run reads of them."""
+
+    name: str
+    documents: np.ndarray  # (n,) int64, numbers in the token file, rising
+    tokens: int  # of one epoch
+    quota: int  # of the run
+
+    @property
+    def epochs(self) -> float:
+        return self.quota / self.tokens
+
+
+def plan_mixture(tokens: TokenFile, total: int, config: CurriculumConfig) -> list[SourcePlan]:
+    """Divide a run of `total` tokens among the sources of a token file.
+
+    Without mix and mix_temperature all documents are one pool. A temperature T gives a source of n tokens a weight of
+    n^(1/T): 1 keeps the proportions, larger values raise the small sources. `mix` states weights by name or pattern; a
+    pattern's weight is shared among its sources by their tokens, and a source that no entry names is left out."""
+    if config.mix is None and config.mix_temperature is None:
+        everything = np.arange(len(tokens.ends))
+        return [SourcePlan(name="all", documents=everything, tokens=len(tokens), quota=total)]
+    source_of = np.zeros(len(tokens.ends), np.int64) if tokens.source_of is None else tokens.source_of
+    sizes = np.bincount(source_of, weights=tokens.lengths, minlength=len(tokens.sources)).astype(np.int64)
+    if config.mix is None:
+        weights = np.where(sizes > 0, sizes, 0.0) ** (1 / config.mix_temperature)
+    else:
+        weights = np.zeros(len(sizes))
+        for pattern, weight in config.mix_weights().items():
+            named = [i for i, name in enumerate(tokens.sources) if fnmatch.fnmatchcase(name, pattern) and sizes[i]]
+            known = f"{tokens.path} has {', '.join(tokens.sources)}"
+            _require(bool(named), f"mix names {pattern!r}, but {known}; name one of them")
+            weights[named] += weight * sizes[named] / sizes[named].sum()
+    # whole tokens whose sum is the total
+    quotas = np.diff(np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64), prepend=0)
+    return [
+        SourcePlan(name=name, documents=np.flatnonzero(source_of == i), tokens=int(sizes[i]), quota=int(quotas[i]))
+        for i, name in enumerate(tokens.sources)
+        if quotas[i]
+    ]
+
+
+def difficulty(tokens: TokenFile, pace: str) -> np.ndarray:
+    """Return a number for each document, larger = harder, (documents,) float64.
+
+    "length" counts tokens; "rarity" is the mean information of a token under the file's own id frequencies, bits; any
+    other word is the path of a .npy file with one number a document, such as the loss under a reference model."""
+    if pace == "length":
+        return tokens.lengths.astype(np.float64)
+    if pace == "rarity":
+        counts = np.zeros(tokens.largest + 1, np.int64)
+        chunks = [slice(i, i + _SCAN_TOKENS) for i in range(0, len(tokens), _SCAN_TOKENS)]
+        for chunk in chunks:
+            counts += np.bincount(tokens.ids[chunk], minlength=len(counts))
+        bits = np.log2(len(tokens)) - np.log2(np.maximum(counts, 1))
+        sums = np.zeros(len(tokens.ends))
+        for chunk in chunks:
+            cost = bits[tokens.ids[chunk]]
+            first = int(np.searchsorted(tokens.ends, chunk.start, side="right"))
+            last = int(np.searchsorted(tokens.ends, chunk.start + len(cost), side="left"))
+            begins = np.maximum(tokens.starts[first : last + 1] - chunk.start, 0)
+            sums[first : last + 1] += np.add.reduceat(cost, begins)
+        return sums / tokens.lengths
+    path = Path(pace)
+    _require(path.is_file(), f"pace must be length, rarity or a .npy file of scores, got {pace!r}, which is no file")
+    try:
+        scores = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not a .npy file of numbers ({error}); write it with numpy.save") from None
+    documents = len(tokens.ends)
+    _require(scores.shape == (documents,), f"{path} has shape {scores.shape}, needed ({documents},): one a document")
+    _require(bool(np.isfinite(scores).all()), f"{path} holds a score that is not finite; give each document a number")
+    return scores.astype(np.float64)
+
+
+def _pace_table(start: float, full: float) -> np.ndarray:
+    """(slices, buckets): share of a difficulty bucket that is presented in each slice of the paced tokens.
+
+    Slice i opens the buckets up to its competence, which rises linearly from `start` to 1 at the share `full` of the
+    slices, and draws from every open bucket in proportion to what is left of it: what was opened early is replayed to
+    the end, and all of each bucket is presented once."""
+    table, left = np.zeros((_PACE_BUCKETS, _PACE_BUCKETS)), np.ones(_PACE_BUCKETS)
+    for i in range(_PACE_BUCKETS):
+        competence = min(1.0, start + (1 - start) * i / (full * _PACE_BUCKETS))
+        # never fewer than the slices so far have used up
+        opened = max(i + 1, math.ceil(competence * _PACE_BUCKETS - 1e-9))
+        table[i, :opened] = left[:opened] / left[:opened].sum()
+        left -= table[i]
+    return table
+
+
+def _pace(order: np.ndarray, lengths: np.ndarray, scores: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Reorder documents, given in hash order with their lengths and scores, so that easy ones come first."""
+    hardness = np.argsort(scores, kind="stable")
+    before = np.empty(len(order), np.int64)
+    before[hardness] = np.cumsum(lengths[hardness]) - lengths[hardness]
+    bucket = before * _PACE_BUCKETS // lengths.sum()
+    slices = np.empty(len(order), np.int64)
+    for b in range(_PACE_BUCKETS):
+        members = np.flatnonzero(bucket == b)
+        middle = np.cumsum(lengths[members]) - lengths[members] / 2
+        place = np.searchsorted(np.cumsum(table[:, b]), middle / max(lengths[members].sum(), 1), side="right")
+        slices[members] = np.minimum(place, _PACE_BUCKETS - 1)
+    return order[np.argsort(slices, kind="stable")]
+
+
+# ---------------------------------------------------------------------------
 # Packed batches
 
 _LOOKAHEAD = 3  # the target and two draft targets of a row's last token
@@ -1057,76 +1172,94 @@ class Batch:
         return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items()})
 
 
+class _Span:
+    """A stretch of the stream, as the documents that it cuts through; places count from its first token."""
+
+    def __init__(self, stream: "_TokenStream", position: int, count: int) -> None:
+        bounds = stream.bounds
+        first = int(np.searchsorted(bounds, position, side="right")) - 1
+        last = int(np.searchsorted(bounds, position + count, side="left"))
+        begin, end = bounds[first:last] - position, bounds[first + 1 : last + 1] - position
+        self.count, self._stream = count, stream
+        # only the first can be negative: it began before the span
+        self.begins = np.maximum(begin, -1)
+        self.counts = np.minimum(end, count) - np.maximum(begin, 0)
+        # last token of each document that ends within the span
+        self.ends = end[end <= count] - 1
+        offsets = stream.starts[stream.order[first:last]] - np.minimum(begin, 0)
+        self.pieces = list(zip(offsets.tolist(), (offsets + self.counts).tolist(), strict=True))
+
+    def ids(self) -> np.ndarray:
+        """(count,) int64. Slices: one copy of what the file stores, several times faster than gathering places."""
+        ids = self._stream.ids
+        return np.concatenate([ids[a:b] for a, b in self.pieces]).astype(np.int64)
+
+    def supervised(self) -> np.ndarray:
+        """(count,) uint8, the response mask, or ones."""
+        mask = self._stream.mask
+        return np.ones(self.count, np.uint8) if mask is None else np.concatenate([mask[a:b] for a, b in self.pieces])
+
+    def without(self, ahead: int, count: int) -> np.ndarray:
+        """Places below count whose document has ended `ahead` tokens on."""
+        # a place that falls before a short document lies as near to the end of the one before it
+        places = (self.ends[:, None] - np.arange(ahead)).ravel()
+        return places[(places >= 0) & (places < count)]
+
+
 class _TokenStream:
-    """The endless concatenation of epochs, each a permutation of the documents given by order(epoch)."""
+    """The documents of a token file laid end to end in a given order; a document may occur more than once."""
 
-    def __init__(self, tokens: TokenFile, order: Callable[[int], np.ndarray]) -> None:
-        self.tokens, self._order = tokens, order
-        self._starts, self._lengths = tokens.starts, tokens.lengths
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    def __init__(self, tokens: TokenFile, order: np.ndarray) -> None:
+        self.tokens, self.order, self.starts = tokens, order, tokens.starts
+        self.bounds = np.concatenate([[0], np.cumsum(tokens.lengths[order])])
+        # slices of a memory map cost 2 us each, those of the plain array below it 0.2 us
+        self.ids, self.mask = (x.view(np.ndarray) if isinstance(x, np.memmap) else x for x in (tokens.ids, tokens.mask))
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """-> (documents in order, their bounds in the epoch). A neighbour is kept, for steps that cross an epoch's end;
-        the dictionary is replaced, never changed, so that a prefetching thread may read it."""
-        known = self._epochs.get(epoch)
-        if known is None:
-            order = self._order(epoch)
-            known = order, np.concatenate([[0], np.cumsum(self._lengths[order])])
-            self._epochs = {e: kept for e, kept in self._epochs.items() if abs(e - epoch) == 1} | {epoch: known}
-        return known
+    def supervised(self, position: int, count: int) -> list[float]:
+        """Number of the count tokens whose target, and whose first and second draft target, is supervised."""
+        span, sums = _Span(self, position, count + _LOOKAHEAD), []
+        mask = span.supervised()
+        for ahead in range(1, _LOOKAHEAD + 1):
+            weights = mask[ahead : ahead + count].copy()
+            weights[span.without(ahead, count)] = 0
+            sums.append(float(np.count_nonzero(weights)))
+        return sums
 
-    def locate(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """For count stream positions: place in the file, and the stream position where the document starts."""
-        places, starts, size = [], [], len(self.tokens)
-        while count > 0:
-            epoch, offset = divmod(position, size)
-            part = min(count, size - offset)
-            order, bounds = self._epoch(epoch)
-            first = int(np.searchsorted(bounds, offset, side="right")) - 1
-            last = int(np.searchsorted(bounds, offset + part, side="left"))
-            begin, end = bounds[first:last], bounds[first + 1 : last + 1]
-            counts = np.minimum(end, offset + part) - np.maximum(begin, offset)
-            shift = self._starts[order[first:last]] - begin
-            places.append(np.repeat(shift, counts) + np.arange(offset, offset + part))
-            starts.append(np.repeat(begin + epoch * size, counts))
-            position, count = position + part, count - part
-        return np.concatenate(places), np.concatenate(starts)
-
-    def weights(self, places: np.ndarray, starts: np.ndarray, count: int, ahead: int) -> np.ndarray:
-        """(count,) bool: the token `ahead` places on is of the same document and a supervised target."""
-        allowed = starts[ahead : ahead + count] == starts[:count]
-        mask = self.tokens.mask
-        return allowed if mask is None else allowed & (mask[places[ahead : ahead + count]] != 0)
-
-    def batch(self, positions: Sequence[int], length: int, byte_lengths: np.ndarray | None = None) -> Batch:
-        """Build the rows that start at these stream positions."""
-        shape = (len(positions), length)
-        inputs, targets = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        drafts = np.empty((2, *shape), np.int64)
-        loss_weights, doc_start = np.empty(shape, np.float32), np.empty(shape, np.int32)
-        offsets = []
-        for row, position in enumerate(positions):
-            places, starts = self.locate(position, length + _LOOKAHEAD)
-            ids = self.tokens.ids[places].astype(np.int64)  # (T + 3,)
-            inputs[row] = ids[:length]
-            targets[row] = np.where(starts[1 : length + 1] == starts[:length], ids[1 : length + 1], _IGNORED)
-            loss_weights[row] = self.weights(places, starts, length, 1)
-            for depth in (1, 2):
-                known = self.weights(places, starts, length, 1 + depth)
-                drafts[depth - 1, row] = np.where(known, ids[1 + depth : 1 + depth + length], _IGNORED)
-            doc_start[row] = np.maximum(starts[:length] - position, 0)
-            offsets.append(int(places[0]))
-        target_bytes = None if byte_lengths is None else int(byte_lengths[targets[loss_weights > 0]].sum())
+    def batch(self, rows: range, byte_lengths: np.ndarray | None = None) -> Batch:
+        """Build neighbouring rows, given as the range of their stream positions, whose step is the row length."""
+        length, shape = rows.step, (len(rows), rows.step)
+        count = len(rows) * length
+        span = _Span(self, rows.start, count + _LOOKAHEAD)
+        ids = span.ids()
+        mask = None if self.tokens.mask is None else span.supervised()
+        ended = span.without(1, count)
+        targets = ids[1 : count + 1].copy()
+        targets[ended] = _IGNORED
+        loss_weights = np.ones(count, np.float32) if mask is None else mask[1 : count + 1].astype(np.float32)
+        loss_weights[ended] = 0
+        drafts = np.empty((2, count), np.int64)
+        for depth in (1, 2):
+            drafts[depth - 1] = ids[1 + depth : 1 + depth + count]
+            drafts[depth - 1, span.without(1 + depth, count)] = _IGNORED
+            if mask is not None:
+                drafts[depth - 1, mask[1 + depth : 1 + depth + count] == 0] = _IGNORED
+        doc_start = np.repeat(span.begins.astype(np.int32), span.counts)[:count].reshape(shape)
+        doc_start -= np.arange(0, count, length, dtype=np.int32)[:, None]
+        np.maximum(doc_start, 0, out=doc_start)
+        inside = np.cumsum(span.counts)
+        heads = np.arange(0, count, length)
+        holding = np.searchsorted(inside, heads, side="right")
+        offsets = [span.pieces[p][1] - int(inside[p]) + int(head) for p, head in zip(holding, heads, strict=True)]
         return Batch(
-            inputs=torch.from_numpy(inputs),
-            targets=torch.from_numpy(targets),
-            draft_targets=torch.from_numpy(drafts),
-            loss_weights=torch.from_numpy(loss_weights),
+            inputs=torch.from_numpy(ids[:count].reshape(shape)),
+            targets=torch.from_numpy(targets.reshape(shape)),
+            draft_targets=torch.from_numpy(drafts.reshape(2, *shape)),
+            loss_weights=torch.from_numpy(loss_weights.reshape(shape)),
             doc_start=torch.from_numpy(doc_start),
-            supervised=float(loss_weights.sum(dtype=np.float64)),
-            tokens=inputs.size,
+            supervised=float(np.count_nonzero(loss_weights)),
+            tokens=count,
             offsets=tuple(offsets),
-            target_bytes=target_bytes,
+            target_bytes=None if byte_lengths is None else int(byte_lengths[targets[loss_weights > 0]].sum()),
         )
 
 
@@ -1140,7 +1273,7 @@ class StepPlan:
     tokens: int  # all ranks
     supervised: float  # all ranks: the loss denominator
     draft_supervised: tuple[float, float]  # all ranks: the denominators of both draft depths
-    rows: tuple[int, ...]  # stream position of each row of this rank
+    rows: range  # stream position of each row of this rank
     rows_per_batch: int
     stream: _TokenStream = field(repr=False)
 
@@ -1151,7 +1284,7 @@ class StepPlan:
         if not 0 <= index < len(self):
             raise IndexError(f"micro-batch must be in 0..{len(self) - 1}, got {index}")
         begin = index * self.rows_per_batch
-        return self.stream.batch(self.rows[begin : begin + self.rows_per_batch], self.length)
+        return self.stream.batch(self.rows[begin : begin + self.rows_per_batch])
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
@@ -1160,14 +1293,17 @@ class StepPlan:
 class PackedSequenceDataLoader:
     """Batches of every step of a curriculum, as a pure function of (seed, step).
 
-    Documents longer than the previous tier's rows are laid where the phase-2 stages will read (the longest tier chooses
-    first); the rest follow in hash order. Each epoch stays a permutation of the documents, so every target is still
-    seen once an epoch.
+    The order of a whole run is laid down at once: each source's epochs, each a permutation of its documents, so that
+    every target is seen once an epoch; the sources side by side, so that any stretch of the run has the mixture's
+    proportions. Within an epoch documents longer than the previous tier's rows are laid where the phase-2 stages will
+    read (the longest tier chooses first); in the first epoch the others follow their difficulty, if paced, or else, as
+    in all later epochs, hash order.
 
     Args:
         micro_batch_tokens: rows of one micro-batch = max(1, micro_batch_tokens // length).
-        rank, world_size: this process reads every world_size-th row of a step; the totals of the plan cover all ranks.
-            A step with fewer rows than ranks leaves some ranks without a micro-batch.
+        config: mixture and pacing.
+        rank, world_size: this process reads one of world_size neighbouring parts of a step's rows; the totals of the
+            plan cover all ranks. A step with fewer rows than ranks leaves some ranks without a micro-batch.
     """
 
     def __init__(
@@ -1177,6 +1313,7 @@ class PackedSequenceDataLoader:
         *,
         seed: int,
         micro_batch_tokens: int,
+        config: CurriculumConfig | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -1187,10 +1324,12 @@ class PackedSequenceDataLoader:
             whole = stage.tokens_per_step % stage.length == 0 and stage.tokens == stage.steps * stage.tokens_per_step
             _require(whole and stage.steps > 0, f"a stage must hold whole rows and steps, got {stage}")
         self.tokens, self.stages, self.seed = tokens, tuple(stages), seed
+        self.config = config or CurriculumConfig()
         self.micro_batch_tokens, self.rank, self.world_size = micro_batch_tokens, rank, world_size
         self._first_step = [0, *itertools.accumulate(stage.steps for stage in stages)]
         self._first_token = [0, *itertools.accumulate(stage.tokens for stage in stages)]
-        self._stream = _TokenStream(tokens, self._document_order)
+        self.sources = plan_mixture(tokens, self.total_tokens, self.config)
+        self.stream = _TokenStream(tokens, self._run_order())
 
     @property
     def total_steps(self) -> int:
@@ -1199,6 +1338,33 @@ class PackedSequenceDataLoader:
     @property
     def total_tokens(self) -> int:
         return self._first_token[-1]
+
+    def describe(self) -> list[str]:
+        """Return the lines to print: sources, pacing, stages and what a stage's rows do to long documents."""
+        lines = []
+        for source in self.sources if len(self.sources) > 1 else []:
+            size = f"{len(source.documents):,} documents, {source.tokens:,} tokens"
+            share = f"{source.quota / self.total_tokens:.1%} of the run, {source.epochs:.2f} epochs"
+            lines.append(f"source {source.name}: {size}; {share}")
+        left = set(self.tokens.sources) - {source.name for source in self.sources}
+        if self.config.mix is not None and left:
+            lines.append(f"sources left out: {', '.join(sorted(left))}")
+        if len(self.sources) == 1:
+            lines.append(f"epochs: {self.sources[0].epochs:.2f}")
+        if self.config.pace != "none":
+            opened = f"{self.config.pace_start:.0%} of the range is open at first, all of it from"
+            lines.append(f"pace by {self.config.pace}: {opened} {self.config.pace_full:.0%} of the first epoch on")
+        shares = dict(long_share(self))
+        lengths = self.tokens.lengths
+        for stage in self.stages:
+            sizes = f"{stage.steps:,} steps of {stage.tokens_per_step:,} tokens in rows of {stage.length:,}"
+            longer = np.mean(lengths > stage.length)
+            split = f"; {longer:.1%} of the documents are longer and are split: no state crosses rows" if longer else ""
+            lines.append(f"stage: {sizes}{split}")
+            if stage.min_document:
+                share = f"{shares[stage.length]:.1%} of the targets have a document longer than the tier below"
+                lines.append(f"rows of {stage.length:,}: {share}")
+        return lines
 
     def tokens_before(self, step: int) -> int:
         """Return the tokens read by all steps before this one (step = total_steps gives the total)."""
@@ -1213,29 +1379,60 @@ class PackedSequenceDataLoader:
         _require(0 <= step < self.total_steps, f"step must be in 0..{self.total_steps - 1}, got {step}")
         index = bisect.bisect_right(self._first_step, step) - 1
         stage, position = self.stages[index], self.tokens_before(step)
-        count = stage.tokens_per_step
-        places, starts = self._stream.locate(position, count + _LOOKAHEAD)
-        sums = [float(np.count_nonzero(self._stream.weights(places, starts, count, ahead))) for ahead in (1, 2, 3)]
-        rows = range(position, position + count, stage.length)[self.rank :: self.world_size]
+        supervised, *drafts = self.stream.supervised(position, stage.tokens_per_step)
+        rows = range(position, position + stage.tokens_per_step, stage.length)
+        part = slice(*(len(rows) * r // self.world_size for r in (self.rank, self.rank + 1)))
         return StepPlan(
             step=step,
             stage=index,
             length=stage.length,
-            tokens=count,
-            supervised=sums[0],
-            draft_supervised=(sums[1], sums[2]),
-            rows=tuple(rows),
+            tokens=stage.tokens_per_step,
+            supervised=supervised,
+            draft_supervised=(drafts[0], drafts[1]),
+            rows=rows[part],
             rows_per_batch=max(1, self.micro_batch_tokens // stage.length),
-            stream=self._stream,
+            stream=self.stream,
         )
 
-    def _document_order(self, epoch: int) -> np.ndarray:
-        """(documents,) the epoch's permutation: hash order, but for long documents placed under the phase-2 stages."""
-        order = np.argsort(_hash_indices(len(self.tokens.ends), "epoch", self.seed, epoch), kind="stable")
-        size, spans = len(self.tokens), []
+    def _run_order(self) -> np.ndarray:
+        """(presentations,) document numbers of the whole run and of what its last row looks ahead to."""
+        paced = self.config.pace != "none"
+        scores = difficulty(self.tokens, self.config.pace) if paced else None
+        table = _pace_table(self.config.pace_start, self.config.pace_full) if paced else None
+        orders, progress = [], []
+        for source in self.sources:
+            made, reached = [], 0
+            while reached < source.quota + _LOOKAHEAD:
+                made.append(self._epoch_order(source, len(made), scores, table))
+                reached += source.tokens
+            order = np.concatenate(made)
+            before = np.cumsum(self.tokens.lengths[order]) - self.tokens.lengths[order]
+            needed = int(np.searchsorted(before, source.quota + _LOOKAHEAD))
+            orders.append(order[:needed])
+            progress.append(before[:needed] / source.quota)
+        # a document comes when its source's share of the run has come that far
+        return np.concatenate(orders)[np.argsort(np.concatenate(progress), kind="stable")]
+
+    def _epoch_order(
+        self, source: SourcePlan, epoch: int, scores: np.ndarray | None, table: np.ndarray | None
+    ) -> np.ndarray:
+        """(documents of the source,) the epoch's permutation."""
+        key = ("epoch", self.seed, epoch, *([source.name] if len(self.sources) > 1 else []))
+        order = source.documents[np.argsort(_hash_indices(len(source.documents), *key), kind="stable")]
+        if table is not None and epoch == 0:
+            # a run of less than an epoch paces the documents that it reads
+            upto = int(np.searchsorted(np.cumsum(self.tokens.lengths[order]), source.quota)) + 1
+            read = order[:upto]
+            order = np.concatenate([_pace(read, self.tokens.lengths[read], scores[read], table), order[upto:]])
+        return self._place_long(order, source, epoch)
+
+    def _place_long(self, order: np.ndarray, source: SourcePlan, epoch: int) -> np.ndarray:
+        """Move long documents under the phase-2 stages; all else keeps its order."""
+        spans, size = [], source.tokens
+        # the stages' bounds in this source's own tokens, which come level with the run's
+        bounds = [token * source.quota // self.total_tokens - epoch * size for token in self._first_token]
         for index, stage in enumerate(self.stages):
-            begin = max(self._first_token[index] - epoch * size, 0)
-            end = min(self._first_token[index + 1] - epoch * size, size)
+            begin, end = max(bounds[index], 0), min(bounds[index + 1], size)
             if begin < end:
                 spans.append((begin, end, stage.min_document))
         if not any(least for _, _, least in spans):
@@ -1268,14 +1465,13 @@ def long_share(loader: PackedSequenceDataLoader) -> list[tuple[int, float]]:
     for index, stage in enumerate(loader.stages):
         long = total = 0
         for step in range(loader._first_step[index], loader._first_step[index + 1] if stage.min_document else 0):
-            begin = loader.tokens_before(step)
-            starts = loader._stream.locate(begin, stage.tokens_per_step + 1)[1]
-            has_target = starts[1:] == starts[:-1]
-            position = begin + np.arange(stage.tokens_per_step)
-            part = np.maximum(starts[:-1], position - (position - begin) % stage.length)  # start of the part in its row
-            runs = np.diff(np.flatnonzero(np.diff(part, prepend=-1, append=-1)))
-            total += int(has_target.sum())
-            long += int((has_target & np.repeat(runs > stage.min_document, runs)).sum())
+            span = _Span(loader.stream, loader.tokens_before(step), stage.tokens_per_step)
+            # parts of documents within a row; the last token of a document has no target
+            cuts = np.union1d(np.maximum(span.begins, 0), np.arange(0, span.count, stage.length))
+            sizes = np.diff(cuts, append=span.count)
+            targets = sizes - np.isin(cuts + sizes - 1, span.ends)
+            total += int(targets.sum())
+            long += int(targets[sizes > stage.min_document].sum())
         if stage.min_document:
             shares.append((stage.length, long / max(total, 1)))
     return shares
@@ -1283,9 +1479,6 @@ def long_share(loader: PackedSequenceDataLoader) -> list[tuple[int, float]]:
 
 # ---------------------------------------------------------------------------
 # Document boundaries and attention tiles
-
-
-_MAP_TILES = 128  # query tiles counted at a time: at 1,048,576 tokens in tiles of 128, 8 MB of counts
 
 
 def doc_start_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -1307,44 +1500,51 @@ def boundary_indices(doc_start: Tensor) -> Tensor:
     return reset_flags(doc_start).nonzero()
 
 
-def attention_tile_map(doc_start: Tensor, window: int, anchors: int, tile: int) -> Tensor:
-    """Return uint8 (B, query tiles, key tiles): 0 no key of the tile is visible to a query of the tile, 1 some, 2 all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTileMap:
+    """The key tiles that each query tile must visit, as block-sparse rows; tiles that are not listed are empty.
 
-    Query i sees key j iff doc_start[i] <= j <= i and (i - j < window or j < doc_start[i] + anchors): two intervals of
-    keys, so each query adds at most two ranges of key tiles, counted by their ends."""
+    Query tile i of row b visits key_tiles[offsets[n] : offsets[n + 1]], n = b * query tiles + i, in rising order."""
+
+    offsets: Tensor  # (B * query tiles + 1,) int64
+    key_tiles: Tensor  # (visits,) int32
+    full: Tensor  # (visits,) bool: every query sees every key, so no mask is needed
+
+
+def attention_tile_map(doc_start: Tensor, window: int, anchors: int, tile: int) -> AttentionTileMap:
+    """Derive the visited tiles of rows (B, T) of document starts.
+
+    Query i sees key j iff doc_start[i] <= j <= i and (i - j < window or j < doc_start[i] + anchors). Both the start and
+    the window's edge rise with i. So the first query of a tile sees the furthest back: its window reaches the tile
+    itself without a gap, and of all documents in the tile only its own can have anchors beyond that window; and a tile
+    is full iff the last query sees all of it."""
     _require(window > 0, f"window must be positive, got {window}")
     _require(anchors >= 0 and tile > 0, f"anchors must be at least 0 and tile positive, got {anchors} and {tile}")
-    rows = doc_start.cpu().numpy().astype(np.int64)
-    return torch.from_numpy(np.stack([_tile_map_row(row, window, anchors, tile) for row in rows])).to(doc_start.device)
+    start = doc_start.cpu().numpy().astype(np.int64)
+    rows, length = start.shape
+    first = np.tile(np.arange(0, length, tile), rows)  # (B * query tiles,): first query of each tile
+    last = np.minimum(first + tile, length) - 1
+    row = np.repeat(np.arange(rows), len(first) // rows)
+    head, tail = start[row, first], start[row, last]  # document starts of the first and of the last query
+    near = np.maximum(np.maximum(head, first - window + 1), 0) // tile
+    far = np.maximum(head, 0) // tile
+    far_end = -(-np.minimum(head + anchors, first + 1) // tile) if anchors else far  # exclusive
+    far_end = np.clip(far_end, far, near)
+    far_count, count = far_end - far, far_end - far + first // tile - near + 1
+    offsets = np.concatenate([[0], np.cumsum(count)])
+    number = np.arange(offsets[-1]) - np.repeat(offsets[:-1], count)  # 0, 1, ... within each query tile
 
+    def spread(x: np.ndarray) -> np.ndarray:
+        return np.repeat(x, count)
 
-def _tile_map_row(start: np.ndarray, window: int, anchors: int, tile: int) -> np.ndarray:
-    length, tiles = len(start), -(-len(start) // tile)
-    result = np.zeros((tiles, tiles), np.uint8)
-    for top in range(0, tiles, _MAP_TILES):
-        query = np.arange(top * tile, min((top + _MAP_TILES) * tile, length))
-        begin = np.maximum(start[query], 0)
-        # exclusive ends; anchors that meet the window make one interval, and the second is empty
-        anchor_end = np.clip(start[query] + anchors, begin, query + 1)
-        window_begin = np.maximum(begin, query - window + 1)
-        met = anchor_end >= window_begin
-        first = (begin, np.where(met, query + 1, anchor_end))
-        second = (np.where(met, query + 1, window_begin), query + 1)
-
-        row = query // tile - top
-        some, every = (np.zeros((row[-1] + 1, tiles + 1), np.int32) for _ in range(2))
-        for low, high in (first, second):
-            touched = low // tile, np.where(high > low, -(-high // tile), low // tile)
-            # the last tile may be short: an interval that reaches the row's end covers it
-            whole_end = np.where(high == length, tiles, high // tile)
-            covered = -(-low // tile), np.maximum(whole_end, -(-low // tile))
-            for counts, (left, right) in ((some, touched), (every, covered)):
-                np.add.at(counts, (row, left), 1)
-                np.add.at(counts, (row, right), -1)
-        part = result[top : top + _MAP_TILES]
-        part[np.cumsum(some, axis=1, dtype=np.int32)[:, :-1] > 0] = 1
-        part[np.cumsum(every, axis=1, dtype=np.int32)[:, :-1] == np.bincount(row)[:, None]] = 2
-    return result
+    key_tile = np.where(number < spread(far_count), spread(far) + number, spread(near - far_count) + number)
+    key = key_tile * tile
+    key_end = np.minimum(key + tile, length)
+    edge, anchor_end = spread(last - window + 1), spread(tail + anchors)
+    seen = (key >= edge) | (key_end <= anchor_end) | (anchor_end >= edge)
+    full = seen & (key >= spread(tail)) & (key_end <= spread(first) + 1)
+    made = {"offsets": offsets, "key_tiles": key_tile.astype(np.int32), "full": full}
+    return AttentionTileMap(**{name: torch.from_numpy(x).to(doc_start.device) for name, x in made.items()})
 
 
 # ---------------------------------------------------------------------------
@@ -1368,16 +1568,17 @@ def validation_batches(
         byte_lengths: result of token_byte_lengths(), to fill target_bytes.
     """
     _require(length > 0, f"validation length must be positive, got {length}")
-    stream = _TokenStream(tokens, lambda _: np.arange(len(tokens.ends)))
+    # the end of the file looks ahead to its beginning, where no target is
+    stream = _TokenStream(tokens, np.resize(np.arange(len(tokens.ends)), len(tokens.ends) + _LOOKAHEAD))
     count = len(tokens)
     if limit_tokens is not None:
         count = min(count, max(1, limit_tokens // length) * length)
     whole = range(0, count - length + 1, length)
     per_batch = max(1, micro_batch_tokens // length)
     for i in range(0, len(whole), per_batch):
-        yield stream.batch(whole[i : i + per_batch], length, byte_lengths)
+        yield stream.batch(whole[i : i + per_batch], byte_lengths)
     if rest := count - len(whole) * length:
-        yield stream.batch([count - rest], rest, byte_lengths)
+        yield stream.batch(range(count - rest, count, rest), byte_lengths)
 
 
 def token_byte_lengths(tokens: TokenFile) -> np.ndarray:

@@ -314,12 +314,42 @@ class CurriculumConfig:
     context: int | None = None
     # the ladder's lengths divided by this, so that small runs climb every tier
     length_divisor: int = 1
+    # weights of the sources by name or pattern, such as prose=2,code-*=1; the others are left out; default: as they are
+    mix: str | None = None
+    # weight of a source of n tokens: n^(1/T); 1 keeps the proportions, larger values raise the small sources
+    mix_temperature: float | None = None
+    # easy documents first: by length, by rarity of their tokens, or by a .npy file of one number a document
+    pace: str = "none"
+    # share of the difficulty range that is open from the first step, and share of the first epoch at which all is
+    pace_start: float = 0.3
+    pace_full: float = 0.5
 
     def __post_init__(self) -> None:
         _at_least("tokens_per_step", self.tokens_per_step, 1)
         _at_least("length_divisor", self.length_divisor, 1)
         if self.context is not None:
             _at_least("context", self.context, 2)
+        for name in ("pace_start", "pace_full"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
+        if self.mix_temperature is not None and not self.mix_temperature > 0:
+            raise ValueError(f"mix_temperature must be positive, got {self.mix_temperature}")
+        if self.mix is not None and self.mix_temperature is not None:
+            raise ValueError("mix and mix_temperature both set the sources' weights; give one of them")
+        self.mix_weights()
+
+    def mix_weights(self) -> dict[str, float]:
+        """Parse mix: weight by name or pattern, {} where it is not given."""
+        weights = {}
+        for entry in (self.mix or "").split(",") if self.mix is not None else []:
+            name, _, weight = entry.rpartition("=")
+            try:
+                weights[name.strip()] = float(weight)
+            except ValueError:
+                weights[name.strip()] = -1.0
+            if not name.strip() or not 0 < weights[name.strip()] < math.inf:
+                raise ValueError(f"mix must be NAME=WEIGHT,NAME=WEIGHT with weights above 0, got {entry!r}")
+        return weights
 
 
 # ---------------------------------------------------------------------------

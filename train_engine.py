@@ -51,7 +51,6 @@ from dataset_pipeline import (
     TokenFile,
     build_curriculum,
     decode_bytes,
-    long_share,
     token_byte_lengths,
     unigram_bits_per_byte,
     validation_batches,
@@ -1222,8 +1221,9 @@ class TrainingEngine:
                 raise ValueError(f"{split.path} holds id {split.largest:,}, {vocabulary}; use a larger --vocab-size")
         stages, notes = _curriculum(config, len(tokens))
         self.loader = PackedSequenceDataLoader(
-            tokens, stages, seed=config.train.seed, micro_batch_tokens=config.train.micro_batch_tokens
-        )
+            tokens, stages, seed=config.train.seed, micro_batch_tokens=config.train.micro_batch_tokens,
+            config=config.curriculum,
+        )  # fmt: skip
         schedule = replace(config.schedule, total_tokens=self.loader.total_tokens)
         self.config = config
         self.tokens, self.validation, self._log = tokens, validation, log
@@ -1364,12 +1364,8 @@ class TrainingEngine:
 
     def _open(self, folder: _RunFolder) -> None:
         """Print what is known, and restore the newest whole checkpoint of a resumed run."""
-        for line in (*self.tokens.describe(), *self.notes):
+        for line in (*self.tokens.describe(), *self.notes, *self.loader.describe()):
             self._log(line)
-        for stage in self.loader.stages:
-            self._log(f"stage: {stage.steps:,} steps of {stage.tokens_per_step:,} tokens in rows of {stage.length:,}")
-        for length, share in long_share(self.loader):
-            self._log(f"rows of {length:,}: {share:.1%} of the targets have a document longer than the tier below")
         if self.config.train.resume:
             self._resume(folder)
         else:

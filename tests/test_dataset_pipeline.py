@@ -392,23 +392,17 @@ def test_scan_is_kept_and_renewed(tmp_path, monkeypatch):
 # Packing
 
 
-def expected_rows(order, bounds, size, position, length, masks):
-    """Token loop over an explicit stream: inputs, targets, drafts, weights, doc_start of one row."""
-    stream = []
-    for epoch in range(position // size, (position + length + 3) // size + 1):
-        for document in order(epoch):
-            first, last = bounds[document], bounds[document + 1]
-            stream += [(epoch, document, place) for place in range(first, last)]
-    at = position - position // size * size
-    row = stream[at : at + length + 3]
-    inputs = [place for _, _, place in row[:length]]
+def expected_rows(stream, position, length, masks):
+    """Token loop over an explicit stream of (presentation, place): inputs, targets, drafts, weights, doc_start."""
+    row = stream[position : position + length + 3]
+    inputs = [place for _, place in row[:length]]
     targets, weights, starts, drafts = [], [], [], [[], []]
     start = 0
     for t in range(length):
-        if t and row[t][:2] != row[t - 1][:2]:
+        if t and row[t][0] != row[t - 1][0]:
             start = t
         starts.append(start)
-        ahead = [row[t + d][2] if row[t + d][:2] == row[t][:2] else -100 for d in (1, 2, 3)]
+        ahead = [row[t + d][1] if row[t + d][0] == row[t][0] else -100 for d in (1, 2, 3)]
         targets.append(ahead[0])
         weights.append(float(ahead[0] >= 0 and masks[ahead[0]]))
         for depth in (1, 2):
@@ -454,7 +448,10 @@ def test_every_target_once_an_epoch(tmp_path, corpus, world, micro, random, mask
                     assert position not in seen
                     seen[position] = (plan, batch, row)
                 plan = dp.replace(plan, rows=plan.rows[len(batch.inputs) :])
-    order = dp.PackedSequenceDataLoader(tokens, stages, seed=seed, micro_batch_tokens=9)._document_order
+    order = dp.PackedSequenceDataLoader(tokens, stages, seed=seed, micro_batch_tokens=9).stream.order
+    stream = [(n, place) for n, d in enumerate(order) for place in range(bounds[d], bounds[d + 1])]
+    for epoch in range(loader.total_tokens // size):
+        assert sorted(order[epoch * len(lengths) : (epoch + 1) * len(lengths)]) == list(range(len(lengths)))
     supervised, drafts, targets = {}, {}, []
     for position in sorted(seen):
         plan, batch, row = seen[position]
@@ -465,7 +462,7 @@ def test_every_target_once_an_epoch(tmp_path, corpus, world, micro, random, mask
             batch.loss_weights[row].tolist(),
             batch.doc_start[row].tolist(),
         ]
-        assert got == list(expected_rows(order, bounds, size, position, plan.length, masks))
+        assert got == list(expected_rows(stream, position, plan.length, masks))
         assert batch.offsets[row] == got[0][0] and batch.tokens == batch.inputs.numel()
         targets += got[1]
         supervised.setdefault(plan.step, []).append(sum(got[3]))
@@ -530,9 +527,8 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path):
     straight = offsets([20])
     assert straight == offsets([10, 10]) == offsets([7, 7, 6])
     assert straight != offsets([20], seed=6)
-    orders = [
-        dp.PackedSequenceDataLoader(tokens, stages, seed=5, micro_batch_tokens=9)._document_order(e) for e in (0, 1)
-    ]
+    order = dp.PackedSequenceDataLoader(tokens, stages, seed=5, micro_batch_tokens=9).stream.order
+    orders = [order[:9], order[9:18]]
     assert orders[0].tolist() != orders[1].tolist() and sorted(orders[0]) == sorted(orders[1])
     # pinned: an order that changed with a library or a rewrite would break resumed runs
     assert orders[0].tolist() == PINNED_ORDER
@@ -569,7 +565,8 @@ def test_long_documents_lie_under_the_long_stages(tmp_path):
     tokens = file_of(tmp_path, lengths)
     stages = [stage(8, 40, 1), stage(16, 8, 1, 8), stage(64, 2, 1, 32)]
     loader = dp.PackedSequenceDataLoader(tokens, stages, seed=1, micro_batch_tokens=64)
-    assert sorted(loader._document_order(0).tolist()) == list(range(208))
+    order = loader.stream.order.tolist()  # less than an epoch: no document twice
+    assert len(set(order)) == len(order) < 208
     shares = dict(dp.long_share(loader))
     assert set(shares) == {16, 64} and shares[64] > 0.7 and shares[16] > 0.4
     random_order = dp.PackedSequenceDataLoader(
@@ -608,6 +605,151 @@ def test_million_token_row_is_cheap(tmp_path):
 
 
 # ---------------------------------------------------------------------------
+# Mixture and pacing
+
+
+def mixed_file(tmp_path, sizes, *, seed=0):
+    """A token file of sources a, b, ... with the given document lengths, shuffled together."""
+    documents = [(name, n) for name, lengths in sizes.items() for n in lengths]
+    order = np.random.default_rng(seed).permutation(len(documents))
+    names = [documents[i][0] for i in order]
+    ids = [np.full(documents[i][1], 1 + sorted(sizes).index(documents[i][0])) for i in order]
+    dp.write_tokens(tmp_path / "t.bin", ids, vocab_size=100, sources=names)
+    return dp.open_tokens(tmp_path / "t.bin")
+
+
+def mixed_loader(tokens, total, **options):
+    config = CurriculumConfig(context=8, **options)
+    return dp.PackedSequenceDataLoader(tokens, [stage(8, total // 8)], seed=3, micro_batch_tokens=64, config=config)
+
+
+@PLENTY
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(2, 40), min_size=1, max_size=12), min_size=1),
+    st.integers(20, 400),
+    st.sampled_from([0.5, 1.0, 3.0, 1e9]),
+)
+def test_mixture_gives_each_source_its_share_and_whole_epochs(tmp_path, sizes, rows, temperature):
+    tokens = mixed_file(tmp_path, sizes)
+    total = 8 * rows
+    loader = mixed_loader(tokens, total, mix_temperature=temperature)
+    weights = {name: sum(n) ** (1 / temperature) for name, n in sizes.items()}
+    order, lengths, starts = loader.stream.order, tokens.lengths, loader.stream.bounds[:-1]
+    assert loader.stream.bounds[-1] >= total + 3
+    assert sum(source.quota for source in loader.sources) == total
+    source_of = np.zeros(len(lengths), int) if tokens.source_of is None else tokens.source_of
+    for source in loader.sources:
+        assert abs(source.quota - total * weights[source.name] / sum(weights.values())) <= 1
+        assert source.tokens == sum(sizes[source.name])
+        mine = source_of[order] == tokens.sources.index(source.name)
+        # each epoch is a permutation of the source's documents
+        sequence = order[mine]
+        for begin in range(0, len(sequence), len(source.documents)):
+            epoch = sequence[begin : begin + len(source.documents)]
+            assert len(set(epoch)) == len(epoch) and set(epoch) <= set(source.documents)
+        # any stretch of the run holds the proportions, to within the documents at its edges
+        for position in range(0, total, max(8, total // 7)):
+            upto = np.minimum(np.maximum(position - starts[mine], 0), lengths[sequence]).sum()
+            slack = sum(max(n) for n in sizes.values()) + 3
+            assert abs(upto - position * source.quota / total) <= slack
+    again = mixed_loader(tokens, total, mix_temperature=temperature)
+    assert np.array_equal(order, again.stream.order)
+
+
+def test_mixture_weights_by_name_and_pattern(tmp_path):
+    tokens = mixed_file(tmp_path, {"code-a": [10] * 30, "code-b": [10] * 10, "prose": [10] * 40, "rest": [10] * 5})
+    loader = mixed_loader(tokens, 1600, mix="code-*=1,prose=3")
+    assert {s.name: s.quota for s in loader.sources} == {"code-a": 300, "code-b": 100, "prose": 1200}
+    lines = loader.describe()
+    assert any("source prose: 40 documents, 400 tokens; 75.0% of the run, 3.00 epochs" in line for line in lines)
+    assert "sources left out: rest" in lines
+    with pytest.raises(ValueError, match=r"mix names 'poetry', but .* has .*prose.*; name one of them"):
+        mixed_loader(tokens, 1600, mix="poetry=1")
+    for bad in ("prose", "prose=", "prose=-1", "=2", "prose=1,,"):
+        with pytest.raises(ValueError, match="mix must be NAME=WEIGHT"):
+            CurriculumConfig(mix=bad)
+    with pytest.raises(ValueError, match="give one of them"):
+        CurriculumConfig(mix="a=1", mix_temperature=2.0)
+    # a file that names no source is one source
+    (tmp_path / "plain").mkdir()
+    plain = file_of(tmp_path / "plain", [10] * 8)
+    assert [s.name for s in mixed_loader(plain, 64, mix_temperature=1.0).sources] == ["all"]
+
+
+def test_difficulty_scores(tmp_path):
+    dp.write_tokens(tmp_path / "t.bin", [[1, 1, 1, 2], [3], [1, 3, 3], [4, 1]], vocab_size=9)
+    tokens = dp.open_tokens(tmp_path / "t.bin")
+    assert dp.difficulty(tokens, "length").tolist() == [4, 1, 3, 2]
+    share = {1: 5 / 10, 2: 1 / 10, 3: 3 / 10, 4: 1 / 10}
+    expected = [-np.mean([np.log2(share[i]) for i in d]) for d in ([1, 1, 1, 2], [3], [1, 3, 3], [4, 1])]
+    for chunk in (3, 4, 5, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dp, "_SCAN_TOKENS", chunk)
+            assert dp.difficulty(tokens, "rarity") == pytest.approx(expected, abs=1e-12)
+    np.save(tmp_path / "scores.npy", np.float32([3, 1, 4, 1]))
+    assert dp.difficulty(tokens, str(tmp_path / "scores.npy")).tolist() == [3, 1, 4, 1]
+    np.save(tmp_path / "short.npy", np.float32([3, 1]))
+    np.save(tmp_path / "nan.npy", np.float32([3, 1, np.nan, 0]))
+    (tmp_path / "text.npy").write_text("no")
+    for name, message in (
+        ("lenght", "pace must be length, rarity or a .npy file of scores, got 'lenght'"),
+        (str(tmp_path / "short.npy"), r"has shape \(2,\), needed \(4,\)"),
+        (str(tmp_path / "nan.npy"), "not finite"),
+        (str(tmp_path / "text.npy"), "is not a .npy file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dp.difficulty(tokens, name)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize(("start", "full"), [(0.3, 0.5), (0.05, 1.0), (1.0, 0.1)])
+def test_pace_keeps_the_window_replays_and_loses_nothing(tmp_path, share, start, full):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 30, 4_000)
+    tokens = file_of(tmp_path, lengths)
+    total = int(share * len(tokens)) // 8 * 8
+    options = {"pace": "length", "pace_start": start, "pace_full": full}
+    loader = mixed_loader(tokens, total, **options)
+    plain = mixed_loader(tokens, total)
+    order = loader.stream.order
+    # the same documents as without pacing, in another order; later epochs are untouched
+    upto = min(len(lengths), len(order))
+    if share >= 1:
+        assert sorted(order[:upto]) == list(range(len(lengths)))
+        assert np.array_equal(order[upto:], plain.stream.order[upto:])
+    else:
+        assert set(order[:-3]) <= set(plain.stream.order.tolist())
+    read = order[:upto]
+    span = lengths[read].sum()
+    hardness = np.argsort(lengths[read], kind="stable")
+    quantile = np.empty(upto)
+    quantile[hardness] = (np.cumsum(lengths[read][hardness]) - lengths[read][hardness]) / span
+    progress = (np.cumsum(lengths[read]) - lengths[read]) / span
+    competence = np.minimum(1, start + (1 - start) * progress / full)
+    # one bucket of 64, and one slice of 64, is the resolution
+    assert (quantile <= np.maximum(competence, progress) + (1 + (1 - start) / full) / 64 + 0.01).all()
+    if start < 1:
+        assert quantile[progress < 0.02].mean() < quantile[progress > 0.7].mean()
+        assert quantile[progress < 0.02].max() < start + 0.1
+    # easy documents stay in the draw to the end, unless the window is as narrow as what is read
+    if full < 1:
+        assert (quantile[progress > 0.9] < start / 2).any()
+
+
+def test_pace_is_independent_of_the_mixture(tmp_path):
+    sizes = {"a": list(range(2, 42)) * 8, "b": list(range(10, 50)) * 8}
+    tokens = mixed_file(tmp_path, sizes)
+    total = 8 * (len(tokens) // 8)
+    loader = mixed_loader(tokens, total, mix_temperature=1.0, pace="length")
+    early = loader.stream.order[:60]
+    for source in loader.sources:
+        mine = np.isin(early, source.documents)
+        assert 20 < mine.sum() < 40
+        lengths = tokens.lengths[source.documents]
+        assert tokens.lengths[early[mine]].mean() < 0.75 * lengths.mean()
+
+
+# ---------------------------------------------------------------------------
 # Boundaries and tiles
 
 
@@ -629,23 +771,25 @@ def test_boundary_helpers():
     st.integers(0, 12),
     st.integers(1, 20),
     st.integers(0, 9),
-    st.sampled_from([1, 3, 128]),
+    st.integers(1, 3),
 )
-def test_tile_map_equals_the_dense_mask(lengths, window, anchors, tile, earlier, block):
+def test_tile_map_equals_the_dense_mask(lengths, window, anchors, tile, earlier, rows):
     size = sum(lengths)
     start = dp.doc_start_from_cu_seqlens(torch.tensor([0, *np.cumsum(lengths).tolist()]), size)
     start[start == 0] = -earlier
     i, j, s = torch.arange(size)[:, None], torch.arange(size)[None], start[0][:, None]
     dense = (j >= s) & (j <= i) & ((i - j < window) | (j < s + anchors))
     tiles = -(-size // tile)
-    expected = torch.zeros(tiles, tiles, dtype=torch.uint8)
+    expected = []
     for a in range(tiles):
         for b in range(tiles):
             part = dense[a * tile : (a + 1) * tile, b * tile : (b + 1) * tile]
-            expected[a, b] = 2 if part.all() else int(part.any())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp, "_MAP_TILES", block)
-        assert torch.equal(dp.attention_tile_map(start, window, anchors, tile)[0], expected)
+            if part.any():
+                expected.append((a, b, bool(part.all())))
+    made = dp.attention_tile_map(start.repeat(rows, 1), window, anchors, tile)
+    query = torch.repeat_interleave(torch.arange(rows * tiles), made.offsets.diff())
+    got = list(zip(query.tolist(), made.key_tiles.tolist(), made.full.tolist(), strict=True))
+    assert got == [(r * tiles + a, b, full) for r in range(rows) for a, b, full in expected]
 
 
 def test_tile_map_rejects_empty_windows():

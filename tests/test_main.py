@@ -126,12 +126,12 @@ TRAIN_FLAGS = """
 --decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1 --draft-loss-weight-2 --embedding-lr
 --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
 --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len --max-hours
---max-output-len --micro-batch-tokens --momentum --newton-schulz-steps --no-resume --num-kv-heads --num-query-heads
---precision --preset --recompute --recurrent-heads --recurrent-key-dim --recurrent-layers --recurrent-value-dim
---resume --rms-norm-eps --rope-base-theta --rope-stretch --run-dir --save-every --save-every-minutes --seed
---sliding-window-size --spectral-end-fraction --spectral-hold-fraction --spectral-lambda --spectral-lr
---stable-fraction --tokens-per-step --total-tokens --val-data --vector-lr --vocab-size --warmup-fraction
---weight-decay --wide-tail-layers -h
+--max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --newton-schulz-steps --no-resume
+--num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
+--recurrent-key-dim --recurrent-layers --recurrent-value-dim --resume --rms-norm-eps --rope-base-theta --rope-stretch
+--run-dir --save-every --save-every-minutes --seed --sliding-window-size --spectral-end-fraction
+--spectral-hold-fraction --spectral-lambda --spectral-lr --stable-fraction --tokens-per-step --total-tokens --val-data
+--vector-lr --vocab-size --warmup-fraction --weight-decay --wide-tail-layers -h
 """.split()
 
 
