@@ -22,10 +22,12 @@ Letters: B rows of a batch, T tokens of a row, W vocabulary.
 import ast
 import bisect
 import codecs
+import collections
 import contextlib
 import fnmatch
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import lzma
@@ -33,8 +35,10 @@ import math
 import os
 import sysconfig
 import warnings
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +51,7 @@ from model_config import CurriculumConfig
 
 __all__ = [  # noqa: RUF022 (file order)
     "TokenFile", "open_tokens", "TokenWriter", "write_tokens",
-    "encode_prompt", "bytes_of_id", "decode_bytes", "TextDecoder",
+    "encode_prompt", "encode_chat", "bytes_of_id", "decode_bytes", "TextDecoder",
     "SplitReport", "PrepareReport", "prepare", "demo_corpus",
     "CurriculumStage", "build_curriculum",
     "SourcePlan", "plan_mixture", "difficulty",
@@ -576,7 +580,9 @@ def write_tokens(
 # ---------------------------------------------------------------------------
 # Tokenizer: training, encoding, decoding
 
-_END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT, _END_OF_TURN = "<|endoftext|>", "<|end|>"
+_ROLES = ("system", "user", "assistant")
+_SPECIAL = (_END_OF_TEXT, *(f"<|{role}|>" for role in _ROLES), _END_OF_TURN)
 # words with their leading space, digits by threes, punctuation runs, line ends, spaces
 _SPLIT = r" ?[\p{L}\p{M}]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -589,10 +595,16 @@ def _tokenizers() -> Any:
     return tokenizers
 
 
+def _check_vocabulary(vocab_size: int) -> None:
+    least = 256 + len(_SPECIAL)
+    _require(vocab_size >= least, f"vocab_size must be at least {least} (256 bytes and {len(_SPECIAL)} special ids), "
+             f"got {vocab_size}")  # fmt: skip
+
+
 def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a byte-level BPE of at most vocab_size ids; id 0 ends a document."""
+    """Train a byte-level BPE of at most vocab_size ids; id 0 ends a document, 1 to 4 mark turns of conversations."""
     lib = _tokenizers()
-    _require(vocab_size >= 257, f"vocab_size must be at least 257 (256 bytes and one special id), got {vocab_size}")
+    _check_vocabulary(vocab_size)
     tokenizer = lib.Tokenizer(lib.models.BPE())
     byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     split = lib.pre_tokenizers.Split(lib.Regex(_SPLIT), "isolated")
@@ -600,7 +612,7 @@ def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     tokenizer.decoder = lib.decoders.ByteLevel()
     alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
     trainer = lib.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[_END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str()
@@ -616,9 +628,38 @@ def _load_tokenizer(tokenizer_json: str) -> Any:
     return tokenizer
 
 
+def _special_ids(library: Any) -> dict[str, int]:
+    """-> ids of the special tokens: all of them, or the end of text alone where the tokenizer lacks a role marker."""
+    ids = {name: library.token_to_id(name) for name in _SPECIAL}
+    lacking = f"the tokenizer must have {_END_OF_TEXT} to end documents; train one by `prepare`"
+    _require(ids[_END_OF_TEXT] is not None, lacking)
+    return ids if None not in ids.values() else {_END_OF_TEXT: ids[_END_OF_TEXT]}
+
+
 def encode_prompt(tokenizer_json: str, text: str) -> list[int]:
     """Encode text as ids, without any special id; the names of special tokens are ordinary text."""
     return _load_tokenizer(tokenizer_json).encode(text, add_special_tokens=False).ids
+
+
+def _chat_parts(turns: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bool, int]]:
+    """The template of conversations -> (text, is it a marker, weight as a target)
+
+    Each turn is <|role|> content <|end|>. Contents of the assistant and the <|end|> behind them are learned."""
+    for role, content in turns:
+        learned = int(role == "assistant")
+        yield f"<|{role}|>", True, 0
+        yield content, False, learned
+        yield _END_OF_TURN, True, learned
+
+
+def encode_chat(tokenizer_json: str, turns: Iterable[tuple[str, str]]) -> list[int]:
+    """Encode (role, content) turns as in training, opened for the assistant's answer; without the id that opens a
+    document. The tokenizer must have the role markers."""
+    library = _load_tokenizer(tokenizer_json)
+    special, ids = _special_ids(library), []
+    for text, is_marker, _ in _chat_parts(turns):
+        ids += [special[text]] if is_marker else library.encode(text, add_special_tokens=False).ids
+    return [*ids, special["<|assistant|>"]]
 
 
 def bytes_of_id(tokenizer_json: str) -> list[bytes]:
@@ -675,10 +716,16 @@ class TextDecoder:
 # ---------------------------------------------------------------------------
 # Preparation: text to token files
 
-# longest text of one encoding and encodings of one parallel call: at most 8 M characters are in the library at a time
-_PIECE_CHARS = 1 << 15
+# longest text of one encoding and texts of one parallel call: at most 4 M characters are in the library at a time
+_PIECE_CHARS = 1 << 14
 _BATCH_PIECES = 256
-_OPENERS: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open}
+_BATCHES_AHEAD = 4
+_OPENERS: dict[str, Callable] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".xz": lzma.LZMAFile, ".zst": lambda raw: _zstd(raw)
+}  # fmt: skip
+_FAULTS_KEPT = 100
+
+_Document = str | tuple[tuple[str, str], ...]  # a text, or the turns (role, content) of a conversation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -699,17 +746,24 @@ class PrepareReport:
     validation: SplitReport | None
     tokenizer: Path
     vocab_size: int
-    skipped: tuple[str, ...]  # "file:line: reason" of each malformed input
+    sources: dict[str, tuple[int, int, int]]  # documents, tokens, bytes of text
+    skipped: tuple[str, ...]  # "file:line: reason" of the first malformed inputs
+    skipped_count: int
     notes: tuple[str, ...]
 
     def describe(self) -> list[str]:
         """Return the lines to print."""
         lines = [f"tokenizer: {self.tokenizer}, {self.vocab_size:,} ids"]
+        for name, (documents, tokens, size) in self.sources.items() if len(self.sources) > 1 else ():
+            lines.append(f"source {name}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text")
         for name, split in (("training", self.train), ("validation", self.validation)):
             if split is not None:
                 size = f"{split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of text"
                 lines.append(f"{name}: {split.path}, {size} ({split.text_bytes / split.tokens:.2f} a token)")
-        return [*lines, *self.notes, *(f"skipped {reason}" for reason in self.skipped)]
+        lines += [*self.notes, *(f"skipped {reason}" for reason in self.skipped)]
+        if self.skipped_count > len(self.skipped):
+            lines.append(f"skipped {self.skipped_count:,} inputs in all")
+        return lines
 
 
 def prepare(
@@ -718,6 +772,7 @@ def prepare(
     *,
     vocab_size: int = 16_384,
     tokenizer: str | Path | None = None,
+    tokenizer_bytes: int = 100_000_000,
     validation_fraction: float = 0.05,
     validation_documents: int | None = None,
     join_source: bool = False,
@@ -726,132 +781,297 @@ def prepare(
 ) -> PrepareReport:
     """Make out/tokens.bin and out/tokens.val.bin with their sidecars, and out/tokenizer.json, from text.
 
+    The inputs are read as streams, once to check and count them and once more for each of training the tokenizer and
+    encoding: unpacking and parsing run at 60 MB/s beside an encoder of 2 MB/s a core, so a copy of the texts on disk
+    would save little. Memory does not grow with the corpus, but for the longest document and a few bytes a document.
+
     Args:
-        text_paths: files or folders: .jsonl with a "text" field a line, anything else one UTF-8 document a file; .gz
-            and .xz are unpacked.
+        text_paths: files or folders: .jsonl and .parquet with a "text", "messages" or "prompt" and "completion" a
+            record, and a "source" where it is known; anything else is one UTF-8 document a file; .gz, .xz and .zst are
+            unpacked. Messages are {"role": system, user or assistant, "content": text}; see _chat_parts.
         tokenizer: path of a tokenizer.json to use; None trains one of vocab_size ids on the training split.
+        tokenizer_bytes: text to train the tokenizer on, whole documents drawn by a hash (100 MB take 0.9 GB of memory).
         validation_fraction: share of whole documents to hold out, drawn by a hash of (seed, number of the document).
         validation_documents: how many to hold out instead.
-        join_source: join neighbouring documents of one "source" (for files: of one folder) into one long document.
+        join_source: join neighbouring texts of one source (for files: of one folder) into one long document.
         skip_bad: leave out malformed lines and files instead of refusing.
     """
     inputs = [Path(text_paths)] if isinstance(text_paths, (str, Path)) else [Path(path) for path in text_paths]
     _require(0 <= validation_fraction < 1, f"validation_fraction must be in [0, 1), got {validation_fraction}")
     files = [found for path in inputs for found in _text_files(path)]
-    bad: list[str] = []
-    sizes = [len(text.encode("utf-8")) for text in _texts(files, join_source, bad)]
-    refused = f"{len(bad)} malformed inputs: {'; '.join(bad[:5])}"
-    _require(skip_bad or not bad, f"{refused}; mend them, or pass --skip-bad to leave them out")
-    _require(len(sizes) > 0, f"no text found in {', '.join(map(str, inputs))}; give .jsonl with a text, or text files")
-    held, notes = _held_out(len(sizes), validation_fraction, validation_documents, seed), []
-    halves: tuple[str, ...] = ()
-    if len(sizes) == 1 and validation_fraction > 0 and validation_documents is None:
-        halves, held = _cut_end(next(_texts(files, join_source, [])), validation_fraction), {1}
-        notes.append(f"one document only: its last {len(halves[1]):,} characters are the validation split")
-
-    def texts() -> Iterable[str]:
-        return halves or _texts(files, join_source, [])
-
-    if tokenizer is None:
-        training = (piece for i, text in enumerate(texts()) if i not in held for piece in _pieces(text))
-        tokenizer_json = _train_tokenizer(training, vocab_size)
-    else:
+    given = None
+    if tokenizer is not None:
         _require(Path(tokenizer).is_file(), f"{tokenizer} does not exist; give a tokenizer.json, or none to train one")
-        tokenizer_json = Path(tokenizer).read_text("utf-8")
+        given = Path(tokenizer).read_text("utf-8")
+        _special_ids(_load_tokenizer(given))
+    else:
+        _check_vocabulary(vocab_size)
+    corpus = _Corpus(files, join_source)
+    refused = f"{corpus.fault_count:,} malformed inputs: {'; '.join(corpus.faults[:5])}"
+    _require(skip_bad or not corpus.faults, f"{refused}; mend them, or pass --skip-bad to leave them out")
+    nothing = f"no text found in {', '.join(map(str, inputs))}"
+    _require(corpus.count > 0, f"{nothing}; give .jsonl with a text, or text files")
+    held, notes = _held_out(corpus.count, validation_fraction, validation_documents, seed), []
+    if corpus.count == 1 and corpus.conversations == 0 and validation_fraction > 0 and validation_documents is None:
+        last = corpus.cut_end(validation_fraction)
+        held = np.array([False, True])
+        notes.append(f"one document only: its last {last:,} characters are the validation split")
+    if given is None:
+        given = _train_tokenizer(corpus.sample(~held, tokenizer_bytes, seed), vocab_size)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     # first: tokens without their tokenizer would train and then could not generate
-    _write_atomically(out / "tokenizer.json", tokenizer_json.encode("utf-8"))
-    splits, ids = _encode_splits(texts(), held, tokenizer_json, out, sum(sizes))
-    for stale in [] if held else list(out.glob("tokens.val.*")):
+    _write_atomically(out / "tokenizer.json", given.encode("utf-8"))
+    splits, sources, ids = _encode_splits(corpus, held, given, out)
+    for stale in [] if held.any() else list(out.glob("tokens.val.*")):
         stale.unlink()
     return PrepareReport(
-        train=splits[0], validation=splits[1] if held else None, tokenizer=out / "tokenizer.json", vocab_size=ids,
-        skipped=tuple(bad), notes=tuple(notes),
+        train=splits[0], validation=splits[1] if held.any() else None, tokenizer=out / "tokenizer.json",
+        vocab_size=ids, sources=sources, skipped=tuple(corpus.faults), skipped_count=corpus.fault_count,
+        notes=tuple(notes),
     )  # fmt: skip
 
 
+class _Corpus:
+    """The documents of the inputs, read anew at each iteration; counted and checked once, when it is made."""
+
+    def __init__(self, files: list[tuple[Path, str]], join_source: bool) -> None:
+        self._files, self._join, self._parts = files, join_source, None
+        self.count = self.size = self.conversations = self.fault_count = 0
+        self.faults: list[str] = []
+        for _, document in self._read(self._note):
+            self.count += 1
+            self.size += _text_size(document)
+            self.conversations += not isinstance(document, str)
+
+    def _note(self, fault: str) -> None:
+        self.fault_count += 1
+        if len(self.faults) < _FAULTS_KEPT:
+            self.faults.append(fault)
+
+    def _read(self, note: Callable[[str], None], title: str = "reading") -> Iterator[tuple[str, _Document]]:
+        """-> (source, document), without what is malformed or empty"""
+        found = _read_documents(self._files, note, title)
+        if not self._join:
+            yield from found
+            return
+        for source, group in itertools.groupby(found, key=lambda pair: pair[0]):
+            texts: list[str] = []
+            for _, document in group:
+                if isinstance(document, str):
+                    texts.append(document)
+                else:
+                    yield source, document
+            if texts:
+                yield source, "\n".join(texts)
+
+    def __iter__(self) -> Iterator[tuple[str, _Document]]:
+        """-> (source, document)"""
+        if self._parts is not None:
+            return iter(self._parts)
+        return self._read(lambda _: None, "")
+
+    def cut_end(self, fraction: float) -> int:
+        """Make two documents of the only one; return the characters of the second."""
+        ((source, text),) = self
+        _require(len(text) >= 2, f"the only document has {len(text)} character; give more text")
+        wanted = min(len(text) - 1, max(1, round((1 - fraction) * len(text))))
+        # behind the last line end before the wanted place, if there is one
+        cut = text.rfind("\n", 0, wanted) + 1 or wanted
+        self._parts = [(source, text[:cut]), (source, text[cut:])]
+        return len(text) - cut
+
+    def sample(self, chosen: np.ndarray, limit: int, seed: int) -> Iterator[str]:
+        """Texts of the chosen documents, about `limit` bytes of them, with a progress bar."""
+        share = min(1.0, limit / self.size)
+        drawn = chosen & (_hash_indices(len(chosen), "tokenizer", seed) / 2**64 < share)
+        if not drawn.any():
+            drawn = chosen
+        total = round(self.size * np.mean(drawn))
+        with _bar("training the tokenizer", total) as bar:
+            for index, (_, document) in enumerate(self):
+                if drawn[index]:
+                    for text in [document] if isinstance(document, str) else [content for _, content in document]:
+                        for piece in _pieces(text):
+                            yield piece
+                            bar.update(len(piece.encode("utf-8")))
+            bar.set_description_str("merging pairs")
+
+
+def _bar(title: str, total: int) -> Any:
+    """A progress bar over bytes, with rate and ETA, on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=None if title else True)
+
+
+def _text_size(document: _Document) -> int:
+    texts = [document] if isinstance(document, str) else [content for _, content in document]
+    return sum(len(text.encode("utf-8")) for text in texts)
+
+
 def _text_files(path: Path) -> list[tuple[Path, str]]:
-    """-> (file, source) in a fixed order; the source of a file in a folder is its first folder below that one."""
+    """-> (file, source) in a fixed order; the source of a file is its name without endings, in a folder the first
+    folder below that one, or else its name."""
     _require(path.exists(), f"{path} does not exist; give a text file, a .jsonl file or a folder")
     if not path.is_dir():
-        return [(path, str(path))]
+        return [(path, path.name.split(".")[0] or path.name)]
     inside = (p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file())
     visible = [p for p in inside if not any(part.startswith(".") for part in p.parts)]
     _require(len(visible) > 0, f"{path} is a folder without files; give one with text files")
-    return [(path / p, str(path / p.parts[0]) if len(p.parts) > 1 else str(path)) for p in visible]
+    return [(path / p, p.parts[0] if len(p.parts) > 1 else path.resolve().name) for p in visible]
 
 
-def _texts(files: list[tuple[Path, str]], join_source: bool, bad: list[str]) -> Iterator[str]:
-    """The documents that hold text; what is wrong with the others is appended to bad."""
-
-    def good() -> Iterator[tuple[str, str]]:
-        for where, source, text, fault in _read_documents(files):
-            if text is None:
-                bad.append(f"{where}: {fault}")
-            elif text:
-                yield source, text
-
-    if join_source:
-        groups = itertools.groupby(good(), key=lambda pair: pair[0])
-        return ("\n".join(text for _, text in group) for _, group in groups)
-    return (text for _, text in good())
-
-
-def _read_documents(files: list[tuple[Path, str]]) -> Iterator[tuple[str, str, str | None, str]]:
-    """-> (file or file:line, source, text or None, what is wrong with it)"""
-    for path, source in files:
-        lines = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix == ".jsonl"
-        try:
-            with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-                if not lines:
-                    yield str(path), source, *_read_text(file.read())
-                    continue
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path}:{number}", *_read_record(line, source)
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} is cut off or not {path.suffix[1:]} data ({error}); copy it again") from None
+def _read_documents(
+    files: list[tuple[Path, str]], note: Callable[[str], None], title: str
+) -> Iterator[tuple[str, _Document]]:
+    """-> (source, document); each malformed input is noted as "file:line: reason", empty texts are dropped."""
+    with _bar(title, sum(path.stat().st_size for path, _ in files)) as bar:
+        for path, source in files:
+            read = 0
+            with open(path, "rb") as raw:
+                for where, record in _read_records(path, raw):
+                    bar.update(raw.tell() - read)
+                    read = raw.tell()
+                    try:
+                        named, document = _read_record(record, source)
+                    except ValueError as error:
+                        note(f"{where}: {error}")
+                        continue
+                    if document:
+                        yield named, document
 
 
-def _read_text(data: bytes) -> tuple[str | None, str]:
+def _read_records(path: Path, raw: Any) -> Iterator[tuple[str, bytes | dict]]:
+    """-> (file or file:line, one JSON line, one parsed row, or {"text": the bytes of a text file})"""
+    kind = (path.with_suffix("") if path.suffix in _OPENERS else path).suffix
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
     try:
-        return data.decode("utf-8-sig"), ""
-    except UnicodeDecodeError as error:
-        return None, f"not UTF-8 at byte {error.start}"
+        with _OPENERS.get(path.suffix, contextlib.nullcontext)(raw) as file:
+            if kind != ".jsonl":
+                yield str(path), {"text": file.read()}
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is cut off or not {path.suffix[1:]} data ({error}); copy it again") from None
 
 
-def _read_record(line: bytes, source: str) -> tuple[str, str | None, str]:
-    text, fault = _read_text(line)
-    if text is not None:
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{path} needs the `pyarrow` package, found none; pip install pyarrow") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = [c for c in ("text", "messages", "prompt", "completion", "source") if c in file.schema_arrow.names]
+        rows = (row for part in file.iter_batches(512, columns=columns) for row in part.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield f"{path}:{number}", {name: value for name, value in row.items() if value is not None}
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is cut off or not parquet data ({reason}); copy it again") from None
+
+
+class _ZstdStream(io.RawIOBase):
+    """Unpacked bytes of a .zst stream; one that ends within a frame raises EOFError, which the library would not."""
+
+    def __init__(self, raw: Any, library: Any) -> None:
+        self._raw, self._new, self._rest = raw, library.ZstdDecompressor().decompressobj, b""
+        self._error, self._frame = library.ZstdError, None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            data = self._raw.read(1 << 16)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("the last frame is not whole")
+                return 0
+            try:
+                while data:
+                    self._frame = self._frame or self._new()
+                    self._rest += self._frame.decompress(data)
+                    data = self._frame.unused_data
+                    self._frame = None if self._frame.eof else self._frame
+            except self._error as error:
+                raise EOFError(str(error)) from None
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _zstd(raw: Any) -> io.BufferedReader:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError(f"{raw.name} needs the `zstandard` package, found none; pip install zstandard") from None
+    return io.BufferedReader(_ZstdStream(raw, zstandard), 1 << 20)
+
+
+def _read_record(record: bytes | dict, source: str) -> tuple[str, _Document]:
+    """-> (source, document); raises ValueError with what is wrong."""
+    if isinstance(record, bytes):
         try:
-            record = json.loads(text)
-            record["text"].encode("utf-8")
-            return str(record.get("source", source)), record["text"], ""
-        except UnicodeEncodeError:
-            fault = "half a surrogate pair"
-        except ValueError as error:
-            fault = f"not JSON ({error})"
-        except (KeyError, TypeError, AttributeError, RecursionError):
-            fault = 'no "text" that is a string'
-    return source, None, fault
+            record = json.loads(_read_text(record))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(record, dict) or not record.keys() & {"text", "messages", "prompt"}:
+        raise ValueError('no "text" that is a string, no "messages", no "prompt"')
+    source = str(record.get("source", source))
+    if "messages" in record:
+        return source, _read_turns(record["messages"])
+    if "prompt" in record:
+        pairs = (("user", record["prompt"]), ("assistant", record.get("completion")))
+        return source, _read_turns([{"role": role, "content": content} for role, content in pairs])
+    text = record["text"]
+    return source, _read_text(text) if isinstance(text, bytes) else _whole_text(text, "text")
 
 
-def _held_out(count: int, fraction: float, documents: int | None, seed: int) -> set[int]:
-    """Numbers of the validation documents: those with the smallest hashes, so the choice is fixed by (seed, count)."""
+def _read_text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+
+
+def _whole_text(text: Any, name: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f'no "{name}" that is a string')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair") from None
+    return text
+
+
+def _read_turns(messages: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError('"messages" is not a list of {"role", "content"}')
+    turns = tuple((message.get("role"), _whole_text(message.get("content"), "content")) for message in messages)
+    strange = next((role for role, _ in turns if role not in _ROLES), None)
+    if strange is not None or not turns:
+        raise ValueError(f"role must be one of {', '.join(_ROLES)}, got {strange!r}" if turns else "no messages")
+    if not any(role == "assistant" and content for role, content in turns):
+        raise ValueError("no assistant message, so nothing to learn")
+    return turns
+
+
+def _held_out(count: int, fraction: float, documents: int | None, seed: int) -> np.ndarray:
+    """(count,) bool, True for validation: those with the smallest hashes, so the choice is fixed by (seed, count)."""
     wanted = documents
     if wanted is None:
         wanted = max(1, round(fraction * count)) if fraction > 0 and count > 1 else 0
     _require(0 <= wanted < count, f"validation_documents must be below the {count} documents found, got {wanted}")
-    return set(np.argsort(_hash_indices(count, "validation", seed), kind="stable")[:wanted].tolist())
-
-
-def _cut_end(text: str, fraction: float) -> tuple[str, str]:
-    """Both parts of a lone document, cut behind the last line end before the wanted place, if there is one."""
-    _require(len(text) >= 2, f"the only document has {len(text)} character; give more text")
-    wanted = min(len(text) - 1, max(1, round((1 - fraction) * len(text))))
-    cut = text.rfind("\n", 0, wanted) + 1 or wanted
-    return text[:cut], text[cut:]
+    held = np.zeros(count, bool)
+    held[np.argsort(_hash_indices(count, "validation", seed), kind="stable")[:wanted]] = True
+    return held
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -869,43 +1089,92 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def _encode_splits(
-    texts: Iterable[str], held: set[int], tokenizer_json: str, out: Path, total_bytes: int
-) -> tuple[list[SplitReport], int]:
-    """Encode in batches (all cores) and stream the splits to disk. -> (reports of the splits, number of ids)"""
-    from tqdm import tqdm
+def _document_parts(document: _Document, special: dict[str, int]) -> Iterator[tuple[int | str, int]]:
+    """-> (a special id or a piece of text, its weight as a target)
 
+    The end-of-text id opens a document and closes it: an id that only ever ended one would never be a context in
+    training, and a text generated from nothing would start in a state that was never trained."""
+    spoken = [(document, False, 1)] if isinstance(document, str) else _chat_parts(document)
+    weight = int(isinstance(document, str))
+    yield special[_END_OF_TEXT], weight
+    for text, is_marker, learned in spoken:
+        if is_marker:
+            yield special[text], learned
+        else:
+            for piece in _pieces(text):
+                yield piece, learned
+    yield special[_END_OF_TEXT], weight
+
+
+def _batches(corpus: _Corpus, special: dict[str, int]) -> Iterator[list[tuple[int, str, list[tuple[int | str, int]]]]]:
+    """-> lists of (document, source, parts) with about _BATCH_PIECES texts; a long document's parts span several."""
+    batch, texts = [], 0
+    for index, (source, document) in enumerate(corpus):
+        parts: list[tuple[int | str, int]] = []
+        batch.append((index, source, parts))
+        for part in _document_parts(document, special):
+            parts.append(part)
+            texts += isinstance(part[0], str)
+            if texts == _BATCH_PIECES:
+                yield batch
+                parts, texts = [], 0
+                batch = [(index, source, parts)]
+    yield batch
+
+
+def _ahead(batches: Iterator[list]) -> Iterator[list]:
+    """The same items, made by a thread while earlier ones are used: the encoder leaves the interpreter free."""
+    with ThreadPoolExecutor(1, thread_name_prefix="texts") as pool:
+        pending = collections.deque(pool.submit(next, batches, None) for _ in range(_BATCHES_AHEAD))
+        while (batch := pending.popleft().result()) is not None:
+            pending.append(pool.submit(next, batches, None))
+            yield batch
+
+
+def _encode_splits(
+    corpus: _Corpus, held: np.ndarray, tokenizer_json: str, out: Path
+) -> tuple[list[SplitReport], dict[str, tuple[int, int, int]], int]:
+    """Encode in batches (all cores) and stream the splits to disk. -> (reports, sizes of the sources, number of ids)"""
     library = _load_tokenizer(tokenizer_json)
-    end = library.token_to_id(_END_OF_TEXT)
-    _require(end is not None, f"the tokenizer must have {_END_OF_TEXT} to end documents; train one by `prepare`")
+    special = _special_ids(library)
+    found = f"{corpus.conversations:,} conversations, but the tokenizer lacks {', '.join(_SPECIAL[1:])}"
+    _require(not corpus.conversations or len(special) > 1, f"{found}; leave --tokenizer out to train one with them")
     vocabulary = max(library.get_vocab().values()) + 1
     digest = hashlib.sha256(tokenizer_json.encode("utf-8")).hexdigest()
+    end = special[_END_OF_TEXT]
     facts = {"eos_id": end, "bos_id": end, "doc_at": "end", "tokenizer": "tokenizer.json", "tokenizer_sha256": digest}
-    names = ["tokens.bin", "tokens.val.bin"][: 2 if held else 1]
-    # the end-of-text id opens a document ("") and closes it (None): an id that only ever ended one would never be a
-    # context in training, and a text generated from nothing would start in a state that was never trained
-    pieces = ((int(i in held), piece) for i, text in enumerate(texts) for piece in ("", *_pieces(text), None))
+    if corpus.conversations:
+        facts |= {"chat_template": "<|role|>content<|end|>", "turn_end_id": special[_END_OF_TURN]}
+    names = ["tokens.bin", "tokens.val.bin"][: 1 + int(held.any())]
+    sizes: dict[str, np.ndarray] = {}
     with contextlib.ExitStack() as stack:
         opened = (TokenWriter(out / name, vocab_size=vocabulary, facts=facts | {"text_bytes": 0}) for name in names)
         writers = [stack.enter_context(writer) for writer in opened]
-        bar = stack.enter_context(tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding", disable=None))
-        while batch := list(itertools.islice(pieces, _BATCH_PIECES)):
-            encoded = library.encode_batch_fast([piece or "" for _, piece in batch], add_special_tokens=False)
-            for (split, piece), encoding in zip(batch, encoded, strict=True):
-                if not piece:
-                    writers[split].add([end])
-                if piece is None:
-                    writers[split].end_document()
-                elif piece:
-                    size = len(piece.encode("utf-8"))
-                    writers[split].add(encoding.ids)
-                    writers[split].facts["text_bytes"] += size
-                    bar.update(size)
+        bar = stack.enter_context(_bar("encoding", corpus.size))
+        last, source = -1, ""
+        for batch in _ahead(_batches(corpus, special)):
+            texts = [part for _, _, parts in batch for part, _ in parts if isinstance(part, str)]
+            encoded = iter(library.encode_batch_fast(texts, add_special_tokens=False))
+            for index, named, parts in batch:
+                if index != last:
+                    if last >= 0:
+                        writers[int(held[last])].end_document(source)
+                    sizes.setdefault(named, np.zeros(3, np.int64))[0] += 1
+                last, source, writer = index, named, writers[int(held[index])]
+                made = [[part] if isinstance(part, int) else next(encoded).ids for part, _ in parts]
+                ids = np.concatenate([np.array(x, np.int64) for x in made])
+                weights = np.repeat([weight for _, weight in parts], [len(x) for x in made])
+                writer.add(ids, weights if corpus.conversations else None)
+                size = sum(len(part.encode("utf-8")) for part, _ in parts if isinstance(part, str))
+                writer.facts["text_bytes"] += size
+                sizes[named] += (0, len(ids), size)
+                bar.update(size)
+        writers[int(held[last])].end_document(source)
     reports = [
         SplitReport(path=w.path, documents=w.documents, tokens=w.count, text_bytes=w.facts["text_bytes"])
         for w in writers
     ]
-    return reports, vocabulary
+    return reports, {name: tuple(x.tolist()) for name, x in sorted(sizes.items())}, vocabulary
 
 
 _DEMO_BYTES = 1_000_000

@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -26,7 +26,16 @@ if __name__ == "__main__":
 import torch
 
 import model_config
-from dataset_pipeline import TextDecoder, TokenFile, bytes_of_id, demo_corpus, encode_prompt, open_tokens, prepare
+from dataset_pipeline import (
+    TextDecoder,
+    TokenFile,
+    bytes_of_id,
+    demo_corpus,
+    encode_chat,
+    encode_prompt,
+    open_tokens,
+    prepare,
+)
 from generation_engine import GenerationStatistics, StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, PrecisionConfig, preset, suggest_name
@@ -192,10 +201,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
 
     prepare = command("prepare", "Turn text, .jsonl or folders into tokens.bin, its side files and tokenizer.json.")
-    prepare.add_argument("--text", nargs="+", required=True, metavar="PATH", help="text, .jsonl (.xz, .gz), folders")
+    kinds = "text, .jsonl, .parquet (.xz, .gz, .zst), folders"
+    prepare.add_argument("--text", nargs="+", required=True, metavar="PATH", help=kinds)
     prepare.add_argument("--out", required=True, metavar="FOLDER", help="for the token files and tokenizer.json")
     prepare.add_argument("--vocab-size", type=_integer, default=16384, metavar="N", help="of a new tokenizer [16384]")
     prepare.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json in place of training one")
+    prepare.add_argument("--tokenizer-bytes", type=_positive, default=100_000_000, metavar="N",
+                         help="text to train it on; 100 MB take 0.9 GB of memory [100000000]")  # fmt: skip
     prepare.add_argument("--validation-fraction", type=_number, default=0.05, metavar="X", help="held out [0.05]")
     prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="held out, as a count")
     prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
@@ -272,6 +284,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         arguments.out,
         vocab_size=arguments.vocab_size,
         tokenizer=arguments.tokenizer,
+        tokenizer_bytes=arguments.tokenizer_bytes,
         validation_fraction=arguments.validation_fraction,
         validation_documents=arguments.validation_documents,
         join_source=arguments.join == "source",
@@ -385,7 +398,7 @@ def _show_sample(weights: Path, config: Config, facts: DeviceFacts) -> None:
         request = _load_engine(weights, facts, {"max_new_tokens": count, "min_new_tokens": count})
         _log("a sample:\n")
         # from nothing, unless the data names no id that opens a text
-        _stream(*request, "" if request.first_id is not None else "The ")
+        _stream(request, "" if request.first_id is not None else "The ")
     except (ValueError, torch.OutOfMemoryError) as error:
         _log(f"no sample: {_message(error)}")
 
@@ -437,9 +450,12 @@ class _Loaded(NamedTuple):
     engine: StreamingGenerationEngine
     tokenizer: str
     first_id: int | None
+    turn_end_id: int | None
 
 
-def _load_engine(weights: str | Path, facts: DeviceFacts, given: dict[str, object]) -> _Loaded:
+def _load_engine(
+    weights: str | Path, facts: DeviceFacts, given: dict[str, object], *, chat: bool = False
+) -> _Loaded:  # fmt: skip
     model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"))
     options, tokenizer = info["config"].with_values(given).generation, info["tokenizer_json"]
     if tokenizer is None:
@@ -449,8 +465,13 @@ def _load_engine(weights: str | Path, facts: DeviceFacts, given: dict[str, objec
     def token_bytes(token: int) -> bytes:
         return table[token] if token < len(table) else b""
 
-    engine = StreamingGenerationEngine(model, options, info["eos_id"], token_bytes=token_bytes)
-    return _Loaded(engine, tokenizer, info.get("bos_id"))
+    turn_end = info.get("turn_end_id") if chat else None
+    if chat and turn_end is None:
+        _say("these weights were not trained on conversations: the plain form 'User: ... Assistant:' is used")
+        options = replace(options, stop=options.stop or "\n" + CHAT_USER.strip())
+    end = info["eos_id"] if turn_end is None else turn_end
+    engine = StreamingGenerationEngine(model, options, end, token_bytes=token_bytes)
+    return _Loaded(engine, tokenizer, info.get("bos_id"), turn_end)
 
 
 class _TextOutput:
@@ -485,11 +506,12 @@ class _TextOutput:
         sys.stdout.flush()
 
 
-def _stream(engine: StreamingGenerationEngine, tokenizer: str, first_id: int | None, prompt: str) -> str:
+def _stream(loaded: _Loaded, prompt: str | list[int]) -> str:
     """Stream a continuation to standard output, then its figures to standard error; Ctrl-C keeps what was made."""
-    decoder, output, interrupted = TextDecoder(tokenizer), _TextOutput(engine.options.stop), False
-    ids = encode_prompt(tokenizer, prompt) if prompt else []
-    stream = engine.generate(ids if first_id is None else [first_id, *ids])
+    engine, decoder, interrupted = loaded.engine, TextDecoder(loaded.tokenizer), False
+    output = _TextOutput(engine.options.stop)
+    ids = encode_prompt(loaded.tokenizer, prompt) if isinstance(prompt, str) and prompt else list(prompt)
+    stream = engine.generate(ids if loaded.first_id is None else [loaded.first_id, *ids])
     try:
         for token in stream:
             if token != engine.eos_id:
@@ -528,9 +550,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in _settings(arguments).items() if name != "device"}
     Config().with_values(given)  # a setting out of range is refused before the weights are read
     if arguments.chat:
-        return _chat(_load_engine(arguments.weights, facts, {"stop": "\n" + CHAT_USER.strip(), **given}))
+        return _chat(_load_engine(arguments.weights, facts, given, chat=True))
     prompt = _read_prompt(arguments)
-    _stream(*_load_engine(arguments.weights, facts, given), prompt)
+    _stream(_load_engine(arguments.weights, facts, given), prompt)
     return 0
 
 
@@ -555,13 +577,18 @@ def _text(data: bytes, source: str) -> str:
 
 
 def _chat(loaded: _Loaded) -> int:
-    """Converse in the plain template 'User: ...' / 'Assistant: ...', one line in, one answer out."""
-    history = ""
+    """Converse, one line in, one answer out: in the template of training, or in the plain form without one."""
+    history, turns = "", []
     _say("one line in, one answer out; end of input (Ctrl-D) leaves")
     for line in sys.stdin.buffer:
-        if said := _text(line, "standard input").strip():
+        if not (said := _text(line, "standard input").strip()):
+            continue
+        if loaded.turn_end_id is None:
             history += f"{CHAT_USER}{said}{CHAT_MODEL}"
-            history += _stream(*loaded, history).rstrip("\n") + "\n"
+            history += _stream(loaded, history).rstrip("\n") + "\n"
+        else:
+            turns.append(("user", said))
+            turns.append(("assistant", _stream(loaded, encode_chat(loaded.tokenizer, turns))))
     return 0
 
 

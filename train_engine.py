@@ -570,12 +570,14 @@ def save_weights(
     tokenizer_json: str | None = None,
     eos_id: int | None = None,
     bos_id: int | None = None,
+    turn_end_id: int | None = None,
     step: int = 0,
     tokens: int = 0,
 ) -> None:
     """Write a weights file that alone is enough to generate: tensors, configuration and tokenizer; all or nothing.
 
-    tensors: by parameter name, the tied matrix once. The same content gives the same bytes.
+    tensors: by parameter name, the tied matrix once. turn_end_id ends an answer, where conversations were trained on.
+    The same content gives the same bytes.
     """
     stored = {name: x.detach().to("cpu", torch.float32).contiguous() for name, x in sorted(tensors.items())}
     info = {
@@ -585,6 +587,7 @@ def save_weights(
         "tokenizer_json": tokenizer_json,
         "eos_id": eos_id,
         "bos_id": bos_id,
+        "turn_end_id": turn_end_id,
         "parameters": sum(x.numel() for x in stored.values()),
         "step": step,
         "tokens": tokens,
@@ -1473,7 +1476,7 @@ class TrainingEngine:
         path = folder.path / "final.safetensors"
         save_weights(
             path, average, self.config, tokenizer_json=self.tokens.read_tokenizer(),
-            eos_id=self.tokens.facts.get("eos_id"), bos_id=self.tokens.facts.get("bos_id"),
+            **{name: self.tokens.facts.get(name) for name in ("eos_id", "bos_id", "turn_end_id")},
             step=self.state.step, tokens=self.state.tokens,
         )  # fmt: skip
         with torch.no_grad():
