@@ -211,6 +211,9 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--validation-fraction", type=_number, default=0.05, metavar="X", help="held out [0.05]")
     prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="held out, as a count")
     prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
+    similar = "remove documents this similar to an earlier one [off; without a number 0.8]"
+    prepare.add_argument("--dedup", type=_number, nargs="?", const=0.8, metavar="X", help=similar)
+    prepare.add_argument("--decontaminate", metavar="PATH", help="remove documents that hold a piece of this benchmark")
     prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are named")
     prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice [0]")
 
@@ -288,6 +291,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
         validation_fraction=arguments.validation_fraction,
         validation_documents=arguments.validation_documents,
         join_source=arguments.join == "source",
+        dedup=arguments.dedup,
+        decontaminate=arguments.decontaminate,
         skip_bad=arguments.skip_bad,
         seed=arguments.seed,
     )
