@@ -129,6 +129,10 @@ _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 # headers of 256 int32, which begin with magic, version and count
 _HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _HEADER_BYTES = 1024
+# dtype codes of a litdata index.json, "no_header_tensor:CODE"
+_LITDATA_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
+# endings of what lies beside token files
+_BESIDE = (".ends.bin", ".mask.bin", ".sources.bin", ".json", ".idx", ".index", ".loss", ".metadata", ".csv.gz", ".tmp")
 _NOT_IDS = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 _SCAN_TOKENS = 1 << 22
 
@@ -197,15 +201,18 @@ def open_tokens(
     """Open a token file, recognised by content, and check every byte of it once.
 
     Args:
+        path: a file; a folder or a pattern such as shard_*.bin, whose files are one file, in the order of their names.
         dtype: width of a raw file ("uint16" or "uint32") where neither facts nor content should decide.
         doc_id: id that stands at each document's `doc_at` ("start" or "end"); used where no file states the ends.
         vocab_size: ids must be below it; None takes the one in X.json, if any.
     """
+    if shards := _shards(Path(path)):
+        return _join_shards([open_tokens(p, dtype=dtype, doc_id=doc_id, doc_at=doc_at, vocab_size=vocab_size)
+                             for p in shards])  # fmt: skip
     path = Path(path)
     _require(doc_at in ("start", "end"), f"doc_at must be 'start' or 'end', got {doc_at!r}")
     _require(dtype is None or dtype in _RAW_DTYPES, f"dtype must be uint16 or uint32, got {dtype!r}")
     _require(path.exists(), f"{path} does not exist; give the path of a token file, or make one with `prepare`")
-    _require(not path.is_dir(), f"{path} is a directory; give one token file, or run `prepare` on a folder of text")
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
         _require(path.is_file(), f"{path} does not exist, but the index beside it does; copy both files")
@@ -254,6 +261,77 @@ def _check_values(
         )
 
 
+def _shards(path: Path) -> list[Path]:
+    """The token files of a folder or a pattern, [] for a file. A folder's validation files are left out."""
+    if path.is_dir():
+        found = [p for p in path.iterdir() if p.suffix in (".bin", ".npy", ".ds") and "val" not in p.name]
+    elif not path.exists() and any(mark in path.name for mark in "*?["):
+        found = list(path.parent.glob(path.name))
+    else:
+        return []
+    beside = ("labels_mask_", "label_document")
+    found = [p for p in found if not p.name.endswith(_BESIDE) and not any(mark in p.name for mark in beside)]
+    _require(bool(found), f"{path} holds no token files; give one, a folder of shards, or run `prepare` on text")
+    return sorted(found)
+
+
+class _Joined:
+    """Arrays one after another, read as one: a slice within one of them is a view, other reads are copies."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = [part.view(np.ndarray) for part in parts]
+        self._bounds = np.cumsum([0, *map(len, parts)])
+        self.dtype, self.itemsize, self.shape = parts[0].dtype, parts[0].itemsize, (int(self._bounds[-1]),)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | slice | np.ndarray) -> Any:
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            assert step == 1
+            first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
+            last = max(int(np.searchsorted(self._bounds, end)), first + 1)
+            places = range(first, min(last, len(self._parts)))
+            pieces = [self._parts[p][max(begin - self._bounds[p], 0) : max(end - self._bounds[p], 0)] for p in places]
+            return pieces[0] if len(pieces) == 1 else np.concatenate([self._parts[0][:0], *pieces])
+        index = np.asarray(index)
+        index = np.where(index < 0, index + len(self), index)
+        found, part = np.empty(index.shape, self.dtype), np.searchsorted(self._bounds, index, side="right") - 1
+        for p in np.unique(part):
+            found[part == p] = self._parts[p][index[part == p] - self._bounds[p]]
+        return found[()]
+
+
+def _join_shards(shards: list[TokenFile]) -> TokenFile:
+    """Read open files as one; each ends its last document."""
+    one = shards[0]
+    for other in shards[1:]:
+        same = (other.format, other.ids.dtype, other.mask is None, other.vocab_size)
+        wrong = f"{other.path} is {other.format}, {one.path} is {one.format}"
+        _require(same == (one.format, one.ids.dtype, one.mask is None, one.vocab_size), f"{wrong}, of another width, "
+                 "vocabulary or mask; give shards of one kind")  # fmt: skip
+    begins = np.cumsum([0, *map(len, shards)])
+    names = tuple(dict.fromkeys(name for shard in shards for name in shard.sources))
+    source_of = [
+        np.array([names.index(name) for name in shard.sources], np.uint16)[
+            np.zeros(len(shard.ends), int) if shard.source_of is None else shard.source_of
+        ]
+        for shard in shards
+    ]
+    return replace(
+        one,
+        format=f"the first of {len(shards)} shards, each {one.format}" if len(shards) > 1 else one.format,
+        ids=_Joined([shard.ids for shard in shards]),
+        ends=np.concatenate([shard.ends + begin for shard, begin in zip(shards, begins, strict=False)]),
+        mask=None if one.mask is None else _Joined([shard.mask for shard in shards]),
+        source_of=np.concatenate(source_of) if len(names) > 1 else None,
+        sources=names,
+        largest=max(shard.largest for shard in shards),
+        supervised=sum(shard.supervised for shard in shards),
+    )
+
+
 def _read_facts(path: Path) -> dict[str, Any]:
     """X.json, where it is one of ours; another JSON file of that name says nothing about the ids."""
     file = _sidecar(path, ".json")
@@ -277,10 +355,13 @@ def _map_ids(path: Path, dtype: str | None, facts: dict) -> tuple[str, np.ndarra
         kind, (ids, index_ends) = "raw ids with a .idx index", _map_indexed(path)
     elif header := _header_dtype(path, head):
         kind, ids = "ids after a 1,024-byte header", _map_flat(path, header, _HEADER_BYTES)
+    elif code := _litdata_code(path):
+        kind, (ids, index_ends) = "a chunk of an index.json", _map_chunk(path, code)
     else:
-        if dtype is None and not facts:
+        stated = dtype or facts.get("dtype") or _metadata_dtype(path)
+        if stated is None:
             _refuse_text(path, head)
-        stated = dtype or facts.get("dtype") or _guess_width(path)
+            stated = _guess_width(path)
         _require(stated in _RAW_DTYPES, f"{path.stem}.json: dtype must be uint16 or uint32, got {stated!r}")
         return f"raw {stated}", _map_flat(path, _RAW_DTYPES[stated], 0), None
     stated = ids.dtype.name
@@ -356,6 +437,42 @@ def _header_dtype(path: Path, head: bytes) -> str | None:
     return None
 
 
+def _litdata_code(path: Path) -> str | None:
+    """The dtype that index.json in the folder states for this chunk, None where none lists it."""
+    file = path.with_name("index.json")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        index = json.loads(file.read_text("utf-8"))
+        if path.name in [chunk["filename"] for chunk in index["chunks"]]:
+            form, packed = index["config"]["data_format"], index["config"].get("compression")
+            name, _, code = str(form[0]).rpartition(":")
+            known = len(form) == 1 and name == "no_header_tensor" and int(code) in _LITDATA_DTYPES and not packed
+            found = f"{file} states {form}, compression {packed}"
+            _require(known, f"{found}; needs one list of integers an item, not compressed: write it again")
+            return _LITDATA_DTYPES[int(code)]
+    return None
+
+
+def _map_chunk(path: Path, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and item ends of a chunk: u32 items, u32 byte offsets of items + 1 bounds, ids. An item is a document."""
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    with open(path, "rb") as file:
+        items = int.from_bytes(file.read(4), "little")
+        offsets = np.frombuffer(file.read(4 * (items + 1)), "<u4").astype(np.int64)
+    whole = len(offsets) == items + 1 and offsets[0] == 4 * (items + 2) and offsets[-1] == size
+    whole = whole and bool((np.diff(offsets) >= 0).all()) and not ((offsets - offsets[0]) % width).any()
+    _require(whole, f"{path}: its {items:,} items do not fill its {size:,} bytes; the copy is cut off: copy it again")
+    ends = (offsets[1:] - offsets[0]) // width
+    return _map_flat(path, dtype, int(offsets[0])), np.unique(ends[ends > 0])
+
+
+def _metadata_dtype(path: Path) -> str | None:
+    """The width that X.ds.metadata states: its first line is tokenizer|bytes an id."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        width = path.with_name(path.name + ".metadata").read_text("utf-8").split("\n")[0].rpartition("|")[2]
+        return {"2": "uint16", "4": "uint32"}.get(width)
+    return None
+
+
 def _refuse_text(path: Path, head: bytes) -> None:
     name = next((name for magic, name in _NOT_IDS.items() if head.startswith(magic)), None)
     if name is None and len(head) >= 32 and min(head) >= 9 and not any(13 < byte < 32 for byte in head):
@@ -385,8 +502,11 @@ def _document_ends(
     for file in (_sidecar(path, ".ends.bin"), path.with_name(path.name + ".index")):
         if file.is_file():
             return _read_ends(file, count), file.name + unused
+    if (file := path.with_suffix(".csv.gz")).is_file():
+        return _read_bounds(file, count), file.name + unused
     if index_ends is not None:
-        return index_ends, path.with_suffix(".idx").name + unused
+        index = path.with_suffix(".idx")
+        return index_ends, (index.name if index.is_file() else "index.json") + unused
     if doc_id is None:
         return np.array([count], np.int64), "one stream: no ends file, no doc_id"
     at = [i + np.flatnonzero(ids[i : i + _SCAN_TOKENS] == doc_id) for i in range(0, count, _SCAN_TOKENS)]
@@ -409,6 +529,19 @@ def _read_ends(file: Path, count: int) -> np.ndarray:
     return ends.astype(np.int64)
 
 
+def _read_bounds(file: Path, count: int) -> np.ndarray:
+    """Ends by lines of start,end,...: tokens between documents, which nobody claims, are refused."""
+    try:
+        with gzip.open(file, "rt") as lines:
+            rows = np.array([[int(x) for x in line.split(",")[:2]] for line in lines if line.strip()], np.int64)
+        starts, ends = rows[:, 0], rows[:, 1]
+    except (OSError, EOFError, ValueError, IndexError) as error:
+        raise ValueError(f"{file} must hold lines of start,end, got: {error}; write it again") from None
+    level = bool((starts == np.concatenate([[0], ends[:-1]])).all() and (ends > starts).all() and ends[-1] == count)
+    _require(level, f"{file}: the documents must follow one another from 0 to {count:,}; write it again")
+    return ends
+
+
 def _read_sources(path: Path, facts: dict, documents: int) -> tuple[np.ndarray | None, tuple[str, ...]]:
     """-> (source of each document or None, the sources' names)"""
     file, names = _sidecar(path, ".sources.bin"), tuple(facts.get("sources", ("all",)))
@@ -422,7 +555,15 @@ def _read_sources(path: Path, facts: dict, documents: int) -> tuple[np.ndarray |
 
 
 def _map_mask(path: Path, count: int) -> np.ndarray | None:
-    for file in (_sidecar(path, ".mask.bin"), path.with_name(path.name + ".loss")):
+    part = re.search(r"part_\d+\.npy$", path.name)
+    labels = path.with_name(path.name.replace("text_document", "label_document"))
+    if labels != path and labels.is_file():
+        # a second data set, -100 where the loss is not taken
+        targets = _map_ids(labels, None, {})[1]
+        _require(len(targets) == count, f"{labels} holds {len(targets):,} labels for {count:,} ids; copy both again")
+        return (np.asarray(targets) >= 0).astype(np.uint8)
+    beside = [_sidecar(path, ".mask.bin"), path.with_name(path.name + ".loss")]
+    for file in [*beside, *([path.with_name("labels_mask_" + part[0])] if part else [])]:
         if file.is_file():
             size = file.stat().st_size
             _require(size == count, f"{file} has {size:,} bytes, but there are {count:,} ids; write one byte an id")
@@ -440,7 +581,10 @@ def _scan(path: Path, ids: np.ndarray, mask: np.ndarray | None, *, needs_digest:
 
     Where the folder cannot be written, the next start makes the pass again."""
     cache = _sidecar(path, ".scan.json")
-    key = [_fingerprint(path), ids.dtype.str, None if mask is None else _fingerprint(Path(mask.filename))]
+    # a mask that was made from labels has no file of its own
+    made = mask is not None and not isinstance(mask, np.memmap)
+    masked = None if mask is None else hashlib.sha256(mask).hexdigest() if made else _fingerprint(Path(mask.filename))
+    key = [_fingerprint(path), ids.dtype.str, masked]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not ours
         known = json.loads(cache.read_text("utf-8"))
         if known["key"] == key and (known["sha256"] or not needs_digest):
@@ -781,11 +925,13 @@ class ContaminationReport:
 
 @functools.cache
 def _word_hashes() -> dict[str, int]:
+    """Words that this process has hashed."""
     return {}
 
 
 @functools.cache
 def _gram_table() -> dict[int, np.ndarray]:
+    """This process's copy of the benchmark's n-grams by width."""
     return {}
 
 
@@ -799,7 +945,7 @@ def _hash_words(text: str) -> np.ndarray:
     if len(known) > _WORDS_KEPT:
         known.clear()
     words = re.findall(r"\w+", unicodedata.normalize("NFC", text).casefold())
-    for word in set(words) - known.keys():
+    for word in set(words).difference(known):
         known[word] = int.from_bytes(hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little")
     return np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
 
@@ -817,20 +963,28 @@ def _hash_grams(words: np.ndarray, width: int) -> np.ndarray:
     return np.unique(z ^ (z >> np.uint64(32)))
 
 
-def _signatures(texts: list[str]) -> list[tuple[bytes, bytes | None]]:
-    """-> (digest of the text without regard to form and white space, MinHash of its shingles, if it has any)"""
+@functools.cache
+def _sketch() -> Any:
+    """This process's MinHash: drawing the permutations anew takes 1 ms a document."""
     from datasketch import MinHash
 
-    result = []
+    return MinHash(_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
+
+
+def _signatures(texts: list[str]) -> list[tuple[bytes, bytes | None]]:
+    """-> (digest of the text without regard to form and white space, MinHash of its shingles, if it has any)"""
+    sketch, result = _sketch(), []
     for text in texts:
         plain = " ".join(unicodedata.normalize("NFC", text).split())
         digest = hashlib.blake2b(plain.encode("utf-8", "replace"), digest_size=16).digest()
         shingles = _hash_grams(_hash_words(text), _SHINGLE_WORDS) >> np.uint64(32)
         signature = None
         if len(shingles):
-            sketch = MinHash(_PERMUTATIONS, seed=1, hashfunc=int)
-            sketch.update_batch(shingles.tolist())
-            signature = sketch.hashvalues.astype(np.uint32).tobytes()
+            sketch.clear()
+            # 4,096 at a time: the library makes 1 KB of each, 1.2 GB of a document of 7.7 MB
+            for i in range(0, len(shingles), 4096):
+                sketch.update_batch(shingles[i : i + 4096].tolist())
+            signature = sketch.hashvalues.tobytes()  # uint32
         result.append((digest, signature))
     return result
 

@@ -165,7 +165,7 @@ def test_describe_names_everything_found(tmp_path):
 MALFORMED = {
     "missing": (lambda p: None, {}, "does not exist"),
     "empty": (lambda p: p.write_bytes(b""), {}, "is empty"),
-    "directory": (lambda p: p.mkdir(), {}, "is a directory"),
+    "directory": (lambda p: p.mkdir(), {}, "holds no token files"),
     "one id": (lambda p: raw(p, [1]), {}, "at least 2"),
     "odd": (lambda p: p.write_bytes(bytes(7)), {}, "7 bytes of ids, 1 more than a multiple of 2"),
     "odd wide": (lambda p: p.write_bytes(bytes(6)), {"dtype": "uint32"}, "2 more than a multiple of 4"),
