@@ -55,7 +55,7 @@ from model_config import CurriculumConfig
 
 __all__ = [  # noqa: RUF022 (file order)
     "TokenFile", "open_tokens", "TokenWriter", "write_tokens",
-    "encode_prompt", "encode_chat", "bytes_of_id", "decode_bytes", "TextDecoder",
+    "encode_prompt", "encode_chat", "bytes_of_id", "special_names", "decode_bytes", "TextDecoder",
     "Removal", "DuplicateReport", "find_duplicates", "ContaminationReport", "find_contaminated",
     "SplitReport", "PrepareReport", "prepare", "demo_corpus",
     "CurriculumStage", "build_curriculum",
@@ -833,6 +833,12 @@ def bytes_of_id(tokenizer_json: str) -> list[bytes]:
     for token in added:
         table[token["id"]] = b"" if token.get("special") else token["content"].encode("utf-8")
     return table
+
+
+def special_names(tokenizer_json: str) -> dict[int, str]:
+    """Return the names of the ids that are no text, such as <|endoftext|>."""
+    added = json.loads(tokenizer_json).get("added_tokens") or []
+    return {token["id"]: token["content"] for token in added if token.get("special")}
 
 
 def decode_bytes(tokenizer_json: str, ids: Iterable[int]) -> bytes:

@@ -8,11 +8,13 @@ output and the figures to standard error.
 
 import argparse
 import ast
+import codecs
 import inspect
 import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
@@ -23,6 +25,7 @@ if __name__ == "__main__":
     # core taken by another process a training step of nano takes 0.7 s so, and 7.2 s otherwise (two cores)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import numpy as np
 import torch
 
 import model_config
@@ -35,6 +38,7 @@ from dataset_pipeline import (
     encode_prompt,
     open_tokens,
     prepare,
+    special_names,
 )
 from generation_engine import GenerationStatistics, StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
@@ -168,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
             "start here:\n"
             "  python main.py train                                   a demo: text from this Python, minutes on a CPU\n"
             "  python main.py prepare --text FOLDER --out data        text to data/tokens.bin and a tokenizer\n"
+            "  python main.py inspect --data data/tokens.bin          what it holds, a window of it as text\n"
             "  python main.py plan --preset full                      parameters, memory, hours, before any work\n"
             "  python main.py train --data data/tokens.bin            the largest preset that fits the device\n"
             "  python main.py generate --weights runs/NAME/final.safetensors --prompt 'Once'\n"
@@ -216,6 +221,15 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--decontaminate", metavar="PATH", help="remove documents that hold a piece of this benchmark")
     prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are named")
     prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice [0]")
+
+    window = command("inspect", "Show what a token file holds: sizes, and a window of it with boundaries and mask.")
+    window.add_argument("--data", required=True, metavar="FILE", help="token file, or a folder or pattern of shards")
+    window.add_argument("--at", type=_integer, metavar="N", help="first token to show [0]")
+    window.add_argument("--document", type=_integer, metavar="N", help="show this document from its start, from 0 on")
+    window.add_argument("--tokens", type=_positive, default=256, metavar="N", help="tokens to show [256]")
+    window.add_argument("--supervised", action="store_true", help="list the positions that are trained, and on what")
+    window.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="auto: on a terminal")
+    _add_fields(window, ("train",), only=DATA_FORM)
 
     evaluate = command("evaluate", "Print loss, bits per byte and loss by position of weights on a named split.")
     evaluate.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
@@ -422,6 +436,105 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         _log(f"does not fit: {error}")
     return 0
+
+
+# ---------------------------------------------------------------------------
+# inspect
+
+_LEARNED, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    form = {name: value for name, value in _settings(arguments).items() if name in DATA_FORM}
+    tokens = _open_data(Config().with_values(form), arguments.data)
+    if arguments.at is not None and arguments.document is not None:
+        raise ValueError("give --at or --document, not both")
+    count = len(tokens.ends)
+    if arguments.document is not None and not 0 <= arguments.document < count:
+        raise ValueError(f"document must be within 0..{count - 1:,}, got {arguments.document:,}")
+    begin = arguments.at or 0 if arguments.document is None else int(tokens.starts[arguments.document])
+    if not 0 <= begin < len(tokens):
+        raise ValueError(f"at must be within 0..{len(tokens) - 1:,}, got {begin:,}")
+    end = min(begin + arguments.tokens, len(tokens))
+    if arguments.document is not None:
+        end = min(end, int(tokens.ends[arguments.document]))
+    plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
+    color = arguments.color == "always" or (arguments.color == "auto" and not plain)
+    for line in (*tokens.describe(), *_statistics(tokens)):
+        _log(line)
+    tokenizer = tokens.read_tokenizer()
+    table, special = (None, {}) if tokenizer is None else (bytes_of_id(tokenizer), special_names(tokenizer))
+    if table is not None and tokens.largest >= len(table):
+        raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, its tokenizer.json has {len(table):,} ids")
+    shown = [_piece(int(token), table, special) for token in tokens.ids[begin:end]]
+    listed = _supervised(tokens, begin, end, shown) if arguments.supervised else _window(tokens, begin, shown, color)
+    for line in listed:
+        _log(line)
+    return 0
+
+
+def _statistics(tokens: TokenFile) -> list[str]:
+    """Lengths of the documents, the share of the ids that is trained, and the sources."""
+    lengths = tokens.lengths
+    marks = {"shortest": 0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1}
+    found = ", ".join(f"{name} {int(np.quantile(lengths, at)):,}" for name, at in marks.items())
+    lines = [f"lengths: {found} tokens", f"trained: {tokens.supervised / len(tokens):.1%} of the ids are targets"]
+    for index, name in enumerate(tokens.sources) if tokens.source_of is not None else ():
+        mine = lengths[tokens.source_of == index]
+        lines.append(f"source {name}: {len(mine):,} documents, {int(mine.sum()):,} tokens")
+    return lines
+
+
+def _piece(token: int, table: list[bytes] | None, special: dict[int, str]) -> bytes:
+    if token in special:
+        return special[token].encode()
+    return f" {token}".encode() if table is None else table[token]
+
+
+def _window(tokens: TokenFile, begin: int, shown: list[bytes], color: bool) -> Iterator[str]:
+    """Lines of text with the number of their first token; [[ ]] or green around what is trained, a rule at documents.
+
+    A character belongs to the token that completes it."""
+    decoder, line, number, inside = codecs.getincrementaldecoder("utf-8")("replace"), "", begin, False
+    opened, closed = (_LEARNED, _PLAIN) if color else ("[[", "]]")
+    starts = set(tokens.starts[np.searchsorted(tokens.starts, begin) :][: len(shown)].tolist())
+    places = range(begin, begin + len(shown))
+    first = int(np.searchsorted(tokens.ends, begin, side="right"))
+    learned = np.ones(len(shown), bool) if tokens.mask is None else tokens.mask[begin : begin + len(shown)] != 0
+    for place, piece, is_learned in zip(places, shown, learned, strict=True):
+        if place in starts or place == begin:
+            if line:
+                yield f"{number:>12,} | {line}" + (closed if inside else "")
+            document = first if place == begin else int(np.searchsorted(tokens.ends, place, side="right"))
+            size, source = int(tokens.lengths[document]), ""
+            if tokens.source_of is not None:
+                source = f", source {tokens.sources[tokens.source_of[document]]}"
+            rule = f"--- document {document:,}, {size:,} tokens from {int(tokens.starts[document]):,}{source} ---"
+            yield f"{_DIM}{rule}{_PLAIN}" if color else rule
+            line, number, inside = "", place, False
+        # no position predicts a document's first token
+        is_learned = is_learned and place not in starts
+        if is_learned != inside and tokens.mask is not None:
+            line, inside = line + (opened if is_learned else closed), bool(is_learned)
+        line += decoder.decode(piece)
+        while "\n" in line or len(line) > 110:
+            cut = line.index("\n") if "\n" in line else len(line)
+            yield f"{number:>12,} | {line[:cut]}" + (closed if inside and color else "")
+            line, number = (opened if inside and color else "") + line[cut + 1 :], place + 1
+    line += decoder.decode(b"", final=True)
+    if line:
+        yield f"{number:>12,} | {line}" + (closed if inside else "")
+
+
+def _supervised(tokens: TokenFile, begin: int, end: int, shown: list[bytes]) -> Iterator[str]:
+    """The positions that receive a loss: those whose next token is of the same document and is trained."""
+    document = int(np.searchsorted(tokens.ends, begin, side="right"))
+    for place in range(begin, end - 1):
+        if place + 1 == tokens.ends[document]:
+            document += 1
+        elif tokens.mask is None or tokens.mask[place + 1]:
+            read, target = (shown[place + i - begin].decode("utf-8", "replace") for i in (0, 1))
+            yield f"position {place:,} reads {read!r} and is trained on {target!r}"
 
 
 # ---------------------------------------------------------------------------
@@ -636,7 +749,8 @@ def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare, "evaluate": _evaluate}
+    commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare}
+    commands |= {"evaluate": _evaluate, "inspect": _inspect}
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         return commands[arguments.command](arguments)
