@@ -320,8 +320,9 @@ class CurriculumConfig:
     mix_temperature: float | None = None
     # easy documents first: by length, by rarity of their tokens, or by a .npy file of one number a document
     pace: str = "none"
-    # share of the difficulty range that is open from the first step, and share of the first epoch at which all is
+    # share of the difficulty range that is open from the first step
     pace_start: float = 0.3
+    # share of the first epoch from which on all of it is
     pace_full: float = 0.5
 
     def __post_init__(self) -> None:

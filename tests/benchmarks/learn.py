@@ -3,7 +3,7 @@
     python tests/benchmarks/learn.py --data data/tokens.bin --tokens 10_000_000 --context 1024 --out learned
 
 The baseline is a pre-norm decoder (rotary attention with QK normalisation, SwiGLU, tied embedding scaled as usual) with
-decoupled weight decay Adam (beta2 0.95), warm-up and cosine; for a short and a long warm-up its rate is the best of a
+decoupled weight decay Adam (beta2 0.95), warm-up and cosine; for each of three warm-ups its rate is the best of a
 grid that is extended until the best point is interior. Documents are masked for both, targets never cross them. The
 product runs through its own command. Prints a table and one JSON line; writes a picture.
 """
@@ -144,7 +144,7 @@ def tune_dense(arguments: argparse.Namespace, device: torch.device) -> list[dict
     stages, _ = build_curriculum(arguments.tokens, curriculum, max_context_len=config.max_context_len)
     steps = sum(s.steps for s in stages)
     runs: dict[tuple[float, float], dict] = {}
-    pending = [(warmup, rate) for warmup in (0.02, 0.1) for rate in (5e-4, 1e-3, 2e-3)]
+    pending = [(warmup, rate) for warmup in arguments.warmups for rate in (1e-3, 2e-3, 4e-3)]
     while pending:
         warmup, rate = pending.pop(0)
         torch.manual_seed(0)
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--val-tokens", type=int, default=300_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--warmups", type=float, nargs="+", default=[0.1, 0.2, 0.4], help="shares, of the baseline")
     parser.add_argument("--out", required=True)
     parser.add_argument("--product-flags", nargs=argparse.REMAINDER, default=[], help="for train; must be last")
     arguments = parser.parse_args()
