@@ -648,9 +648,9 @@ class TokenWriter:
 
     def add(self, ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray | None = None) -> None:
         """Append ids to the current document; give a mask (0 or 1 per id) with every call or with none."""
-        values = np.asarray(ids, dtype=np.int64)
-        if (bad := (values < 0) | (values >= self.vocab_size)).any():
-            at = int(np.argmax(bad))
+        values = np.asarray(ids) if isinstance(ids, np.ndarray) else np.array(ids, np.int64)
+        if len(values) and (int(values.min()) < 0 or int(values.max()) >= self.vocab_size):
+            at = int(np.argmax((values < 0) | (values >= self.vocab_size)))
             place = f"id {values[at]} at token {self.count + at:,}"
             raise ValueError(f"{self.path}: {place} must be below the vocabulary {self.vocab_size}")
         if mask is not None and self._mask is None and self.count == 0:
@@ -1156,7 +1156,6 @@ def find_contaminated(
 # longest text of one encoding and texts of one parallel call: at most 4 M characters are in the library at a time
 _PIECE_CHARS = 1 << 14
 _BATCH_PIECES = 256
-_BATCHES_AHEAD = 4
 _OPENERS: dict[str, Callable] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".xz": lzma.LZMAFile, ".zst": lambda raw: _zstd(raw)
 }  # fmt: skip
@@ -1209,7 +1208,7 @@ def prepare(
     *,
     vocab_size: int = 16_384,
     tokenizer: str | Path | None = None,
-    tokenizer_bytes: int = 100_000_000,
+    tokenizer_bytes: int = 64_000_000,
     validation_fraction: float = 0.05,
     validation_documents: int | None = None,
     join_source: bool = False,
@@ -1229,7 +1228,7 @@ def prepare(
             record, and a "source" where it is known; anything else is one UTF-8 document a file; .gz, .xz and .zst are
             unpacked. Messages are {"role": system, user or assistant, "content": text}; see _chat_parts.
         tokenizer: path of a tokenizer.json to use; None trains one of vocab_size ids on the training split.
-        tokenizer_bytes: text to train the tokenizer on, whole documents drawn by a hash (100 MB take 0.9 GB of memory).
+        tokenizer_bytes: text to train the tokenizer on, whole documents drawn by a hash (64 MB take 0.8 GB of memory).
         validation_fraction: share of whole documents to hold out, drawn by a hash of (seed, number of the document).
         validation_documents: how many to hold out instead.
         join_source: join neighbouring texts of one source (for files: of one folder) into one long document.
@@ -1621,13 +1620,21 @@ def _batches(corpus: _Corpus, special: dict[str, int]) -> Iterator[list[tuple[in
     yield batch
 
 
-def _ahead(batches: Iterator[list]) -> Iterator[list]:
-    """The same items, made by a thread while earlier ones are used: the encoder leaves the interpreter free."""
+def _ahead(batches: Iterator, count: int) -> Iterator:
+    """The same items, `count` of them made by a thread while earlier ones are used: the encoder leaves the interpreter
+    free."""
     with ThreadPoolExecutor(1, thread_name_prefix="texts") as pool:
-        pending = collections.deque(pool.submit(next, batches, None) for _ in range(_BATCHES_AHEAD))
+        pending = collections.deque(pool.submit(next, batches, None) for _ in range(count))
         while (batch := pending.popleft().result()) is not None:
             pending.append(pool.submit(next, batches, None))
             yield batch
+
+
+def _encode(library: Any, batches: Iterator[list]) -> Iterator[tuple[list, list]]:
+    """-> (batch, encodings of its texts), on all cores"""
+    for batch in batches:
+        texts = [part for _, _, parts in batch for part, _ in parts if isinstance(part, str)]
+        yield batch, library.encode_batch_fast(texts, add_special_tokens=False)
 
 
 def _encode_splits(
@@ -1651,17 +1658,16 @@ def _encode_splits(
         writers = [stack.enter_context(writer) for writer in opened]
         bar = stack.enter_context(_bar("encoding", corpus.size))
         last, source = -1, ""
-        for batch in _ahead(_batches(corpus, special)):
-            texts = [part for _, _, parts in batch for part, _ in parts if isinstance(part, str)]
-            encoded = iter(library.encode_batch_fast(texts, add_special_tokens=False))
+        for batch, made_of in _ahead(_encode(library, _ahead(_batches(corpus, special), 4)), 1):
+            encoded = iter(made_of)
             for index, named, parts in batch:
                 if index != last:
                     if last >= 0:
                         writers[int(held[last])].end_document(source)
                     sizes.setdefault(named, np.zeros(3, np.int64))[0] += 1
                 last, source, writer = index, named, writers[int(held[index])]
-                made = [[part] if isinstance(part, int) else next(encoded).ids for part, _ in parts]
-                ids = np.concatenate([np.array(x, np.int64) for x in made])
+                made = [array("I", [part] if isinstance(part, int) else next(encoded).ids) for part, _ in parts]
+                ids = np.concatenate([np.frombuffer(x, np.uint32) for x in made])
                 weights = np.repeat([weight for _, weight in parts], [len(x) for x in made])
                 writer.add(ids, weights if corpus.conversations else None)
                 size = sum(len(part.encode("utf-8")) for part, _ in parts if isinstance(part, str))

@@ -211,8 +211,8 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", required=True, metavar="FOLDER", help="for the token files and tokenizer.json")
     prepare.add_argument("--vocab-size", type=_integer, default=16384, metavar="N", help="of a new tokenizer [16384]")
     prepare.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json in place of training one")
-    prepare.add_argument("--tokenizer-bytes", type=_positive, default=100_000_000, metavar="N",
-                         help="text to train it on; 100 MB take 0.9 GB of memory [100000000]")  # fmt: skip
+    prepare.add_argument("--tokenizer-bytes", type=_positive, default=64_000_000, metavar="N",
+                         help="text to train it on; 64 MB take 0.8 GB of memory [64000000]")  # fmt: skip
     prepare.add_argument("--validation-fraction", type=_number, default=0.05, metavar="X", help="held out [0.05]")
     prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="held out, as a count")
     prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
