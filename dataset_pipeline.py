@@ -2069,9 +2069,9 @@ class PackedSequenceDataLoader:
 
     The order of a whole run is laid down at once: each source's epochs, each a permutation of its documents, so that
     every target is seen once an epoch; the sources side by side, so that any stretch of the run has the mixture's
-    proportions. Within an epoch documents longer than the previous tier's rows are laid where the phase-2 stages will
-    read (the longest tier chooses first); in the first epoch the others follow their difficulty, if paced, or else, as
-    in all later epochs, hash order.
+    proportions. Documents longer than the previous tier's rows are laid where the phase-2 stages will read (the longest
+    tier chooses first): within each epoch, or with several sources each document's last turn in the run. In the first
+    epoch the others follow their difficulty, if paced, or else, as in all later epochs, hash order.
 
     Args:
         micro_batch_tokens: rows of one micro-batch = max(1, micro_batch_tokens // length).
@@ -2185,7 +2185,13 @@ class PackedSequenceDataLoader:
             orders.append(order[:needed])
             progress.append(before[:needed] / source.quota)
         # a document comes when its source's share of the run has come that far
-        return np.concatenate(orders)[np.argsort(np.concatenate(progress), kind="stable")]
+        order = np.concatenate(orders)[np.argsort(np.concatenate(progress), kind="stable")]
+        if len(self.sources) == 1:
+            return order
+        # the long ones of all sources come together: each document's last turn in the run may move
+        last = np.zeros(len(order), bool)
+        last[len(order) - 1 - np.unique(order[::-1], return_index=True)[1]] = True
+        return self._place_long(order, self._first_token, last)
 
     def _epoch_order(
         self, source: SourcePlan, epoch: int, scores: np.ndarray | None, table: np.ndarray | None
@@ -2198,13 +2204,13 @@ class PackedSequenceDataLoader:
             upto = int(np.searchsorted(np.cumsum(self.tokens.lengths[order]), source.quota)) + 1
             read = order[:upto]
             order = np.concatenate([_pace(read, self.tokens.lengths[read], scores[read], table), order[upto:]])
-        return self._place_long(order, source, epoch)
+        if len(self.sources) > 1:
+            return order
+        return self._place_long(order, [token - epoch * source.tokens for token in self._first_token], True)
 
-    def _place_long(self, order: np.ndarray, source: SourcePlan, epoch: int) -> np.ndarray:
-        """Move long documents under the phase-2 stages; all else keeps its order."""
-        spans, size = [], source.tokens
-        # the stages' bounds in this source's own tokens, which come level with the run's
-        bounds = [token * source.quota // self.total_tokens - epoch * size for token in self._first_token]
+    def _place_long(self, order: np.ndarray, bounds: list[int], movable: np.ndarray | bool) -> np.ndarray:
+        """Move long documents under the phase-2 stages, which begin at these tokens; all else keeps its order."""
+        spans, size = [], int(self.tokens.lengths[order].sum())
         for index, stage in enumerate(self.stages):
             begin, end = max(bounds[index], 0), min(bounds[index + 1], size)
             if begin < end:
@@ -2212,14 +2218,14 @@ class PackedSequenceDataLoader:
         if not any(least for _, _, least in spans):
             return order
         lengths = self.tokens.lengths[order]
-        free = np.ones(len(order), bool)
+        free = np.ones(len(order), bool) & movable
         reserved: dict[int, np.ndarray] = {}
         for begin, end, least in sorted(spans, key=lambda span: -span[2]):
             if least:
                 long = np.flatnonzero(free & (lengths > least))
                 reserved[begin] = long[: np.searchsorted(np.cumsum(lengths[long]), end - begin) + 1]
                 free[reserved[begin]] = False
-        rest = np.flatnonzero(free)
+        rest = np.setdiff1d(np.arange(len(order)), np.concatenate(list(reserved.values())))
         rest_bounds = np.concatenate([[0], np.cumsum(lengths[rest])])
         laid, filled, used = [], 0, 0
         for begin, end, _ in spans:

@@ -676,6 +676,22 @@ def test_mixture_weights_by_name_and_pattern(tmp_path):
     assert [s.name for s in mixed_loader(plain, 64, mix_temperature=1.0).sources] == ["all"]
 
 
+def test_long_documents_of_all_sources_come_together(tmp_path):
+    sizes = {"a": [6] * 60 + [90], "b": [5] * 80 + [100, 70], "c": [4] * 30}
+    tokens = mixed_file(tmp_path, sizes)
+    stages = [stage(8, 200), stage(64, 4, 1, 8)]
+
+    def loader(*stages):
+        config = CurriculumConfig(mix="a=1,b=1,c=2")
+        return dp.PackedSequenceDataLoader(tokens, stages, seed=0, micro_batch_tokens=64, config=config)
+
+    placed, plain = loader(*stages), loader(stage(8, 200), stage(64, 4))
+    assert dict(dp.long_share(placed))[64] > 0.9
+    # the same turns of the same documents, up to what the run's end cuts off
+    turns = [np.bincount(x.stream.order, minlength=len(tokens.ends)) for x in (placed, plain)]
+    assert np.array_equal(*turns)
+
+
 def test_difficulty_scores(tmp_path):
     dp.write_tokens(tmp_path / "t.bin", [[1, 1, 1, 2], [3], [1, 3, 3], [4, 1]], vocab_size=9)
     tokens = dp.open_tokens(tmp_path / "t.bin")

@@ -284,7 +284,7 @@ GENERATE = "generate --device cpu --weights"
 SHELF = {
     "data missing": (f"{TRAIN} --data gone.bin", "gone.bin does not exist"),
     "data empty": (f"{TRAIN} --data empty.bin", "empty.bin is empty"),
-    "data a directory": (f"{TRAIN} --data folder", "folder is a directory"),
+    "data a directory": (f"{TRAIN} --data folder", "folder holds no token files"),
     "data of odd size": (f"{TRAIN} --data odd.bin", "odd.bin has 5 bytes"),
     "data is text": (f"{TRAIN} --data prose.txt", "prepare"),
     "data above the vocabulary": (f"{TRAIN} --data large.npy --vocab-size 320", "large.npy holds id 70,000"),
