@@ -1838,7 +1838,7 @@ def plan_mixture(tokens: TokenFile, total: int, config: CurriculumConfig) -> lis
     source_of = np.zeros(len(tokens.ends), np.int64) if tokens.source_of is None else tokens.source_of
     sizes = np.bincount(source_of, weights=tokens.lengths, minlength=len(tokens.sources)).astype(np.int64)
     if config.mix is None:
-        weights = np.where(sizes > 0, sizes, 0.0) ** (1 / config.mix_temperature)
+        weights = (sizes / sizes.max()) ** (1 / config.mix_temperature)  # of the largest: no power overflows
     else:
         weights = np.zeros(len(sizes))
         for pattern, weight in config.mix_weights().items():
@@ -2121,7 +2121,7 @@ class PackedSequenceDataLoader:
             share = f"{source.quota / self.total_tokens:.1%} of the run, {source.epochs:.2f} epochs"
             lines.append(f"source {source.name}: {size}; {share}")
         left = set(self.tokens.sources) - {source.name for source in self.sources}
-        if self.config.mix is not None and left:
+        if (self.config.mix or self.config.mix_temperature) and left:
             lines.append(f"sources left out: {', '.join(sorted(left))}")
         if len(self.sources) == 1:
             lines.append(f"epochs: {self.sources[0].epochs:.2f}")

@@ -670,6 +670,9 @@ def test_mixture_weights_by_name_and_pattern(tmp_path):
             CurriculumConfig(mix=bad)
     with pytest.raises(ValueError, match="give one of them"):
         CurriculumConfig(mix="a=1", mix_temperature=2.0)
+    # a share below one token is said
+    least = mixed_loader(tokens, 1600, mix_temperature=1e-3)
+    assert [s.name for s in least.sources] == ["prose"] and "sources left out: code-a, code-b, rest" in least.describe()
     # a file that names no source is one source
     (tmp_path / "plain").mkdir()
     plain = file_of(tmp_path / "plain", [10] * 8)
