@@ -1955,9 +1955,8 @@ class _Span:
         last = int(np.searchsorted(bounds, position + count, side="left"))
         begin, end = bounds[first:last] - position, bounds[first + 1 : last + 1] - position
         self.count, self._stream = count, stream
-        # only the first can be negative: it began before the span
-        self.begins = np.maximum(begin, -1)
-        self.counts = np.minimum(end, count) - np.maximum(begin, 0)
+        self.begins = np.maximum(begin, 0)  # the first document may have begun before the span
+        self.counts = np.minimum(end, count) - self.begins
         # last token of each document that ends within the span
         self.ends = end[end <= count] - 1
         offsets = stream.starts[stream.order[first:last]] - np.minimum(begin, 0)
@@ -2018,7 +2017,7 @@ class _TokenStream:
             if mask is not None:
                 drafts[depth - 1, mask[1 + depth : 1 + depth + count] == 0] = _IGNORED
         doc_start = np.repeat(span.begins.astype(np.int32), span.counts)[:count].reshape(shape)
-        doc_start -= np.arange(0, count, length, dtype=np.int32)[:, None]
+        doc_start -= np.arange(0, count, length, dtype=np.int32)[:, None]  # a start in an earlier row is 0 here
         np.maximum(doc_start, 0, out=doc_start)
         inside = np.cumsum(span.counts)
         heads = np.arange(0, count, length)
@@ -2247,7 +2246,7 @@ def long_share(loader: PackedSequenceDataLoader) -> list[tuple[int, float]]:
         for step in range(loader._first_step[index], loader._first_step[index + 1] if stage.min_document else 0):
             span = _Span(loader.stream, loader.tokens_before(step), stage.tokens_per_step)
             # parts of documents within a row; the last token of a document has no target
-            cuts = np.union1d(np.maximum(span.begins, 0), np.arange(0, span.count, stage.length))
+            cuts = np.union1d(span.begins, np.arange(0, span.count, stage.length))
             sizes = np.diff(cuts, append=span.count)
             targets = sizes - np.isin(cuts + sizes - 1, span.ends)
             total += int(targets.sum())

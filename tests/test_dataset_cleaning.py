@@ -69,6 +69,13 @@ def test_form_case_and_white_space():
     assert dp.find_duplicates(["", "", "one", "a b c d e"]).removed[0].document == 1
 
 
+def test_five_words_tell_an_order_that_two_do_not():
+    blocks = [words(12, 200 + i) for i in range(40)]
+    text, shuffled = ([w for i in order for w in blocks[i]] for order in (range(40), range(39, -1, -1)))
+    assert jaccard(text, shuffled, 2) > 0.82 and jaccard(text, shuffled) < 0.6
+    assert removed([text, shuffled]) == {}
+
+
 def test_shared_templates_are_not_duplicates():
     frame = words(40, 3)
     texts = [[*frame, *words(60, 10 + i)] for i in range(12)]

@@ -693,6 +693,12 @@ def test_long_documents_of_all_sources_come_together(tmp_path):
     # the same turns of the same documents, up to what the run's end cuts off
     turns = [np.bincount(x.stream.order, minlength=len(tokens.ends)) for x in (placed, plain)]
     assert np.array_equal(*turns)
+    # only last turns moved
+    earlier = []
+    for order in (placed.stream.order.tolist(), plain.stream.order.tolist()):
+        final = {document: place for place, document in enumerate(order)}
+        earlier.append([document for place, document in enumerate(order) if place != final[document]])
+    assert earlier[0] == earlier[1] and len(earlier[0]) > 100
 
 
 def test_difficulty_scores(tmp_path):
