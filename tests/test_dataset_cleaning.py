@@ -1,5 +1,6 @@
 """dataset_pipeline.py, cleaning: duplicates, clusters, contamination, and their way through prepare."""
 
+import itertools
 import json
 
 import numpy as np
@@ -56,17 +57,31 @@ def test_exact_and_near_duplicates_keep_the_first():
     assert removed(texts, threshold=0.95) == {4: (1, "exact"), 6: (5, "exact")}
     report = dp.find_duplicates(map(" ".join, texts))
     assert report.removed[0].similarity == pytest.approx(jaccard(base, near), abs=0.1)
-    assert "removed 2 exact and 1 near of 8 documents" in report.describe()[0]
-    assert "document 1 stands for 2 removed" in report.describe()
+    assert report.removed_bytes == {"exact": len(" ".join(base)) + 10, "near": len(" ".join(near))}
+    assert "removed 2 exact and 1 near of 8 documents, 0.0 MB" in report.describe()[0]
+    assert report.describe()[2].startswith("document 1 stands for 2 removed, first document 2: near, 0.")
 
 
 def test_form_case_and_white_space():
-    """Exact ignores white space and composition; near ignores case and punctuation as well."""
+    """Exact ignores white space, composition and case; near ignores punctuation as well."""
     text = "Naïve café: " + " ".join(words(80, 2))
     composed, decomposed = text, text.replace("ï", "i\u0308").replace("é", "e\u0301")
-    report = dp.find_duplicates([composed, decomposed.replace(" ", "\n  "), text.upper().replace(":", ";")])
-    assert [(r.document, r.kept, r.reason) for r in report.removed] == [(1, 0, "exact"), (2, 0, "near")]
-    assert dp.find_duplicates(["", "", "one", "a b c d e"]).removed[0].document == 1
+    near = text.upper().replace(":", ";")
+    report = dp.find_duplicates([composed, decomposed.replace(" ", "\n  "), decomposed.upper(), near])
+    assert [(r.document, r.reason) for r in report.removed] == [(1, "exact"), (2, "exact"), (3, "near")]
+    assert {r.kept for r in report.removed} == {0} and report.removed_bytes["near"] == len(near.encode())
+
+
+def test_empty_and_short_documents():
+    """Four words and fewer make no shingle, five make one."""
+    texts = ["", " \n", "one", "One\n", "a b c d", "a, b c d", "a b c d e", "a, b c d e", "a b c d f", "\ud800", "。"]
+    report = dp.find_duplicates(texts)
+    assert [(r.document, r.kept, r.reason) for r in report.removed] == [
+        (1, 0, "exact"), (3, 2, "exact"), (7, 6, "near"),
+    ]  # fmt: skip
+    with_word = ["a b c d e f g h", "a b c d x f g h"]
+    assert dp.find_duplicates(with_word, threshold=0.2).removed == ()  # every run of 5 of 8 words holds the changed one
+    assert len(dp.find_duplicates(["a b c d e f g h i j", "a b c d e f g h i x"], threshold=0.5).removed) == 1
 
 
 def test_five_words_tell_an_order_that_two_do_not():
@@ -81,9 +96,13 @@ def test_shared_templates_are_not_duplicates():
     texts = [[*frame, *words(60, 10 + i)] for i in range(12)]
     assert max(jaccard(texts[0], t) for t in texts[1:]) < 0.5
     assert removed(texts) == {}
+    # pairs of 0.65 meet in a band four times in ten, which removes nothing
+    pairs = [t for i in range(30) for t in (words(300, 50 + i), changed(words(300, 50 + i), 24))]
+    assert all(0.6 < jaccard(a, b) < 0.7 for a, b in zip(pairs[::2], pairs[1::2], strict=True))
+    assert removed(pairs) == {} and len(removed(pairs, threshold=0.5)) == 30
     # a band that agrees by chance is not enough: with one row a band nearly every pair of these meets
     table = np.frombuffer(
-        b"".join(s for _, s in dp._signatures([" ".join(t) for t in texts])), np.uint32
+        b"".join(s for _, _, s in dp._signatures([" ".join(t) for t in texts])), np.uint32
     ).reshape(12, -1)  # fmt: skip
     assert (table[0] == table[1]).any()
     clusters = dp._Clusters(12)
@@ -92,38 +111,42 @@ def test_shared_templates_are_not_duplicates():
 
 
 @PLENTY
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=14), st.randoms())
-def test_clusters_are_the_connected_components(pairs, random):
-    """Families of texts, each member one small change on from the one before: far ends differ, chains hold together."""
-    chains = {}
-    for family in range(4):
-        chain = [words(900, 100 + family)]
-        for step in range(4):
-            text = list(chain[-1])
-            for i in range(5 + step, 900, 75):
-                text[i] = f"f{family}s{step}i{i}"
-            chain.append(text)
-        chains[family] = chain
-    texts = [chains[family][step] for family, step in pairs]
-    near = [[jaccard(a, b) for b in texts] for a in texts]
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 2)), max_size=14))
+def test_clusters_are_the_connected_components(choices):
+    """Families of variants, each one word in 180 from its base, some in another layout."""
+    texts = []
+    for family, variant, layout in choices:
+        text = changed(words(360, 100 + family), 180, f"v{variant}x") if variant else words(360, 100 + family)
+        texts.append((" ", "\n\n", ", ")[layout].join(text))
+    near = [[jaccard(a.replace(",", "").split(), b.replace(",", "").split()) for b in texts] for a in texts]
+    assert all(s < 0.1 or s > 0.93 for row in near for s in row)
     component = list(range(len(texts)))
     for _ in texts:
-        for i in range(len(texts)):
-            for j in range(len(texts)):
-                # neighbours of a chain are 0.88 alike, those two steps apart 0.78: the estimate is off by 0.04
-                if pairs[i][0] == pairs[j][0] and abs(pairs[i][1] - pairs[j][1]) <= 1:
-                    assert near[i][j] > 0.86
-                    component[i] = component[j] = min(component[i], component[j])
-    got = removed(texts, threshold=0.8)
-    for i in range(len(texts)):
-        if component[i] != i:
-            assert got[i][0] <= component[i]
-        gap = [j for j in range(len(texts)) if pairs[j][0] == pairs[i][0]]
-        assert got.get(i, (i,))[0] in gap
-    # nothing that stays repeats a text that stays
-    stay = [" ".join(t) for i, t in enumerate(texts) if i not in got]
-    assert len(set(stay)) == len(stay)
+        for i, j in np.argwhere(np.array(near).reshape(len(texts), -1) > 0.8):
+            component[i] = component[j] = min(component[i], component[j])
+    report = dp.find_duplicates(texts)
+    # one stays of each component, the first, and all others stand behind it
+    assert {r.document: r.kept for r in report.removed} == {i: k for i, k in enumerate(component) if i != k}
+    assert {r.document for r in report.removed if r.reason == "exact"} == {
+        i for i, text in enumerate(texts) if text.split() in [t.split() for t in texts[:i]]
+    }
+    gone = {r.document for r in report.removed}
+    stay = [text for i, text in enumerate(texts) if i not in gone]
+    assert len({tuple(text.split()) for text in stay}) == len(stay)
     assert dp.find_duplicates(stay).removed == ()
+
+
+@settings(PLENTY, max_examples=10)
+@given(st.permutations(range(6)))
+def test_a_chain_is_one_cluster(order):
+    """Neighbours are 0.92 alike, the ends below 0.75: they hang together by those between them."""
+    chain = [words(600, 30)]
+    for step in range(5):
+        chain.append([f"s{step}i{i}" if i % 130 == 20 * step + 10 else word for i, word in enumerate(chain[-1])])
+    assert all(jaccard(a, b) > 0.91 for a, b in itertools.pairwise(chain))
+    assert jaccard(chain[0], chain[-1]) < 0.75
+    assert removed([chain[i] for i in order]) == {i: (0, "near") for i in range(1, 6)}
+    assert removed([chain[0], words(300, 31), chain[-1]]) == {}
 
 
 def test_the_same_result_with_one_and_two_processes():
@@ -160,8 +183,14 @@ def test_contamination_by_runs_of_words():
     assert report.shares.tolist() == [2 / 18, 0]
     assert "1 of 2 benchmark documents" in report.describe()[0]
     # a benchmark text of fewer words counts whole
-    short = dp.find_contaminated(["so the answer is: Four!", "four", "answer four"], ["Answer is four", "none"])
+    asked = "Which of the four is not a prime?"
+    short = dp.find_contaminated([f"Now: {asked} ...", asked[:-7], "not a prime of which"], [asked, "none"])
     assert [r.document for r in short.removed] == [0] and short.shares.tolist() == [1, 0]
+    # fewer than 8 words are everywhere: they count where they are the whole text
+    texts_of_few = ["so the answer is: Four!", "The ANSWER is four.", "answer is four"]
+    few = dp.find_contaminated(texts_of_few, ["The answer is four", "so"])
+    assert [r.document for r in few.removed] == [1] and few.shares.tolist() == [1, 0]
+    assert [r.document for r in dp.find_contaminated(texts_of_few, ["is four"], ngram=2).removed] == [0, 1, 2]
     assert [r.document for r in dp.find_contaminated(texts, [" ".join(tail)], ngram=12).removed] == [0, 1]
     with pytest.raises(ValueError, match="no words"):
         dp.find_contaminated(texts, ["", "?!"])
