@@ -908,7 +908,7 @@ class DuplicateReport:
         """Return the lines to print."""
         counts = collections.Counter(removal.reason for removal in self.removed)
         seen = ", ".join(f"{s}: {self.retrieval(s):.3f}" for s in (0.7, 0.8, 0.9))
-        size = f"{sum(self.removed_bytes.values()) / 1e6:,.1f} MB"
+        size = f"{sum(self.removed_bytes.values()):,} bytes"
         gone = f"{counts['exact']:,} exact and {counts['near']:,} near of {self.documents:,} documents, {size}"
         near = f"Jaccard similarity of {_SHINGLE_WORDS}-word shingles, estimated, >= {self.threshold}"
         bands = f"{self.bands} bands of {self.rows} rows; probability to look at a pair of similarity {seen}"
@@ -1053,10 +1053,11 @@ def find_duplicates(
     a band are compared by their whole signatures, clusters are the connected components. Texts of fewer words have
     exact duplicates only. Exact is the same text after NFC and case folding, with runs of white space as one space;
     words are runs of letters, digits and _ of that, so near ignores punctuation as well. The result depends on the
-    texts alone. Memory: 1.1 KB a document at the peak, 0.5 GB for 500,000, 1.1 GB for a million.
+    texts alone. Memory: 0.9 KB a document at the peak, 0.44 GB for 500,000, 0.85 GB for a million.
 
-    The estimate of a similarity of 0.7 is off by 0.04 (one standard deviation of 128 draws). So of pages that share a
-    template of that size, by the thousand, some pairs pass 0.8 and chain the others together: raise the threshold then.
+    The estimate of a similarity of 0.7 is off by 0.04 (one standard deviation of 128 draws), so that among thousands of
+    pages of one template some pairs pass 0.8 and chain others to them. Measured, of n different pages that are J alike:
+    768 of 3,000 went at J = 0.70, 65 of 10,000 at 0.64, none of 10,000 at 0.54. Raise the threshold for such a corpus.
 
     Args:
         texts: read once, as a stream.

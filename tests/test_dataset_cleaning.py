@@ -58,7 +58,8 @@ def test_exact_and_near_duplicates_keep_the_first():
     report = dp.find_duplicates(map(" ".join, texts))
     assert report.removed[0].similarity == pytest.approx(jaccard(base, near), abs=0.1)
     assert report.removed_bytes == {"exact": len(" ".join(base)) + 10, "near": len(" ".join(near))}
-    assert "removed 2 exact and 1 near of 8 documents, 0.0 MB" in report.describe()[0]
+    size = sum(report.removed_bytes.values())
+    assert f"removed 2 exact and 1 near of 8 documents, {size:,} bytes" in report.describe()[0]
     assert report.describe()[2].startswith("document 1 stands for 2 removed, first document 2: near, 0.")
 
 
@@ -108,6 +109,11 @@ def test_shared_templates_are_not_duplicates():
     clusters = dp._Clusters(12)
     dp._join_group(np.arange(12), table, clusters, 0.8)
     assert [clusters.root(i) for i in range(12)] == list(range(12))
+    # and a bucket may hold several clusters
+    table = np.repeat(table[:3], 4, axis=0)[[0, 4, 8, 1, 5, 9, 2, 6, 10]]
+    clusters = dp._Clusters(9)
+    dp._join_group(np.arange(9), table, clusters, 0.8)
+    assert [clusters.root(i) for i in range(9)] == [0, 1, 2] * 3
 
 
 @PLENTY
@@ -182,6 +188,9 @@ def test_contamination_by_runs_of_words():
     assert [(r.document, r.similarity) for r in report.removed] == [(0, 1), (3, 1)]
     assert report.shares.tolist() == [2 / 18, 0]
     assert "1 of 2 benchmark documents" in report.describe()[0]
+    # several runs of one document, and the same words in another order
+    report = dp.find_contaminated([" ".join(["so", *question[:20]]), " ".join(tail[::-1])], [" ".join(question)])
+    assert [(r.document, r.similarity) for r in report.removed] == [(0, 8)] and report.shares.tolist() == [8 / 18]
     # a benchmark text of fewer words counts whole
     asked = "Which of the four is not a prime?"
     short = dp.find_contaminated([f"Now: {asked} ...", asked[:-7], "not a prime of which"], [asked, "none"])
