@@ -364,8 +364,7 @@ def _open_splits(config: Config, *, fixed: bool) -> tuple[Config, TokenFile, Tok
     tokens = _open_data(config, path)
     if not fixed:
         config = config.with_values({"vocab_size": tokens.vocab_size or tokens.largest + 1})
-    if tokens.largest >= (size := config.model.vocab_size):
-        raise ValueError(f"{path} holds id {tokens.largest:,}, the vocabulary is {size:,}; use a larger --vocab-size")
+    tokens.check_vocabulary(config.model.vocab_size)
     if (tokenizer := tokens.read_tokenizer()) is not None:
         bytes_of_id(tokenizer)  # one that cannot make text is refused now, not after the training
     named = config.train.val_data
@@ -442,6 +441,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 # inspect
 
 _LEARNED, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_COLUMNS = 110
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -449,15 +449,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
     tokens = _open_data(Config().with_values(form), arguments.data)
     if arguments.at is not None and arguments.document is not None:
         raise ValueError("give --at or --document, not both")
-    count = len(tokens.ends)
+    count, stop = len(tokens.ends), len(tokens)
     if arguments.document is not None and not 0 <= arguments.document < count:
         raise ValueError(f"document must be within 0..{count - 1:,}, got {arguments.document:,}")
-    begin = arguments.at or 0 if arguments.document is None else int(tokens.starts[arguments.document])
+    begin = arguments.at or 0
+    if arguments.document is not None:
+        begin, stop = int(tokens.starts[arguments.document]), int(tokens.ends[arguments.document])
     if not 0 <= begin < len(tokens):
         raise ValueError(f"at must be within 0..{len(tokens) - 1:,}, got {begin:,}")
-    end = min(begin + arguments.tokens, len(tokens))
-    if arguments.document is not None:
-        end = min(end, int(tokens.ends[arguments.document]))
+    end = min(begin + arguments.tokens, stop)
     plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
     color = arguments.color == "always" or (arguments.color == "auto" and not plain)
     for line in (*tokens.describe(), *_statistics(tokens)):
@@ -466,23 +466,48 @@ def _inspect(arguments: argparse.Namespace) -> int:
     table, special = (None, {}) if tokenizer is None else (bytes_of_id(tokenizer), special_names(tokenizer))
     if table is not None and tokens.largest >= len(table):
         raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, its tokenizer.json has {len(table):,} ids")
-    shown = [_piece(int(token), table, special) for token in tokens.ids[begin:end]]
-    listed = _supervised(tokens, begin, end, shown) if arguments.supervised else _window(tokens, begin, shown, color)
+    # one more than the window: the target of its last position
+    shown = [_piece(int(token), table, special) for token in tokens.ids[begin : end + 1]]
+    pieces = shown[: end - begin]
+    listed = _supervised(tokens, begin, end, shown) if arguments.supervised else _window(tokens, begin, pieces, color)
     for line in listed:
         _log(line)
+    if arguments.document is not None and end < stop:
+        _log(f"{stop - end:,} more tokens of this document: --tokens {stop - begin} shows them")
     return 0
 
 
 def _statistics(tokens: TokenFile) -> list[str]:
-    """Lengths of the documents, the share of the ids that is trained, and the sources."""
-    lengths = tokens.lengths
-    marks = {"shortest": 0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1}
-    found = ", ".join(f"{name} {int(np.quantile(lengths, at)):,}" for name, at in marks.items())
-    lines = [f"lengths: {found} tokens", f"trained: {tokens.supervised / len(tokens):.1%} of the ids are targets"]
-    for index, name in enumerate(tokens.sources) if tokens.source_of is not None else ():
-        mine = lengths[tokens.source_of == index]
-        lines.append(f"source {name}: {len(mine):,} documents, {int(mine.sum()):,} tokens")
+    """Lengths of the documents and the share of the ids that is trained, of all and of each source."""
+    lengths, trained = tokens.lengths, f"{tokens.supervised / len(tokens):.1%}"
+    lines = [f"lengths: {_quantiles(lengths)} tokens", f"trained: {trained} of the ids are targets"]
+    if tokens.source_of is not None:
+        targets = _targets(tokens)
+        for index, name in enumerate(tokens.sources):
+            mine = tokens.source_of == index
+            size, share = int(lengths[mine].sum()), targets[mine].sum() / max(lengths[mine].sum(), 1)
+            sizes = f"{int(mine.sum()):,} documents, {size:,} tokens, {share:.1%} trained"
+            lines.append(f"source {name}: {sizes}; {_quantiles(lengths[mine])}")
     return lines
+
+
+def _quantiles(lengths: np.ndarray) -> str:
+    marks = {"shortest": 0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1}
+    return ", ".join(f"{name} {int(np.quantile(lengths, at)):,}" for name, at in marks.items() if len(lengths))
+
+
+def _targets(tokens: TokenFile) -> np.ndarray:
+    """(documents,) int64, the trained targets of each: its mask, but for its first token, which nothing predicts."""
+    if tokens.mask is None:
+        return tokens.lengths - 1
+    before = np.zeros(len(tokens.ends) + 1, np.int64)  # ones of the mask before each document's end
+    bounds, total, size = np.append(0, tokens.ends), 0, 1 << 22
+    for begin in range(0, len(tokens), size):
+        sums = np.cumsum(tokens.mask[begin : begin + size], dtype=np.int64)
+        first, last = np.searchsorted(bounds, [begin, begin + len(sums)], side="right")
+        before[first:last] = total + sums[bounds[first:last] - begin - 1]
+        total += int(sums[-1])
+    return np.diff(before) - tokens.mask[tokens.starts]
 
 
 def _piece(token: int, table: list[bytes] | None, special: dict[int, str]) -> bytes:
@@ -491,50 +516,69 @@ def _piece(token: int, table: list[bytes] | None, special: dict[int, str]) -> by
     return f" {token}".encode() if table is None else table[token]
 
 
-def _window(tokens: TokenFile, begin: int, shown: list[bytes], color: bool) -> Iterator[str]:
-    """Lines of text with the number of their first token; [[ ]] or green around what is trained, a rule at documents.
+def _visible(text: str) -> str:
+    """The text with escapes for what a terminal would obey or hide; its line ends stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
-    A character belongs to the token that completes it."""
-    decoder, line, number, inside = codecs.getincrementaldecoder("utf-8")("replace"), "", begin, False
+
+def _window(tokens: TokenFile, begin: int, pieces: list[bytes], color: bool) -> Iterator[str]:
+    """Lines of text after the place of their first token; [[ ]] or green around what is trained, a rule at documents.
+
+    A character belongs to the token that completes it. A line after "|" is one of the text, after ":" goes on."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     opened, closed = (_LEARNED, _PLAIN) if color else ("[[", "]]")
-    starts = set(tokens.starts[np.searchsorted(tokens.starts, begin) :][: len(shown)].tolist())
-    places = range(begin, begin + len(shown))
-    first = int(np.searchsorted(tokens.ends, begin, side="right"))
-    learned = np.ones(len(shown), bool) if tokens.mask is None else tokens.mask[begin : begin + len(shown)] != 0
-    for place, piece, is_learned in zip(places, shown, learned, strict=True):
-        if place in starts or place == begin:
+    starts, ends = tokens.starts, tokens.ends
+    document = int(np.searchsorted(ends, begin, side="right"))
+    learned = np.ones(len(pieces), bool) if tokens.mask is None else tokens.mask[begin : begin + len(pieces)] != 0
+    line, width, number, margin, inside = "", 0, begin, "|", False
+    for place, piece, is_learned in zip(range(begin, begin + len(pieces)), pieces, learned, strict=True):
+        if place == ends[document] or place == begin:
+            document += place == ends[document]
+            # bytes of an unfinished character end with their document
+            line += decoder.decode(b"", final=True)
             if line:
-                yield f"{number:>12,} | {line}" + (closed if inside else "")
-            document = first if place == begin else int(np.searchsorted(tokens.ends, place, side="right"))
-            size, source = int(tokens.lengths[document]), ""
-            if tokens.source_of is not None:
-                source = f", source {tokens.sources[tokens.source_of[document]]}"
-            rule = f"--- document {document:,}, {size:,} tokens from {int(tokens.starts[document]):,}{source} ---"
+                yield f"{number:>12,} {margin} {line}" + (closed if inside else "")
+            source = "" if tokens.source_of is None else f", source {tokens.sources[tokens.source_of[document]]}"
+            size = int(ends[document] - starts[document])
+            rule = f"--- document {document:,}, {size:,} tokens from {int(starts[document]):,}{source} ---"
             yield f"{_DIM}{rule}{_PLAIN}" if color else rule
-            line, number, inside = "", place, False
+            line, width, number, margin, inside = "", 0, place, "|", False
         # no position predicts a document's first token
-        is_learned = is_learned and place not in starts
+        is_learned = bool(is_learned) and place != starts[document]
         if is_learned != inside and tokens.mask is not None:
-            line, inside = line + (opened if is_learned else closed), bool(is_learned)
-        line += decoder.decode(piece)
-        while "\n" in line or len(line) > 110:
-            cut = line.index("\n") if "\n" in line else len(line)
-            yield f"{number:>12,} | {line[:cut]}" + (closed if inside and color else "")
-            line, number = (opened if inside and color else "") + line[cut + 1 :], place + 1
+            line, inside = line + (opened if is_learned else closed), is_learned
+        first, *rest = _visible(decoder.decode(piece)).split("\n")
+        line, width = line + first, width + len(first)
+        # a token that ends a line begins the next one only with what it has behind the line end
+        cuts = [(part, "|", place if part or i < len(rest) else place + 1) for i, part in enumerate(rest, 1)]
+        if width > _COLUMNS and not rest:
+            cuts = [("", ":", place + 1)]
+        for part, next_margin, next_number in cuts:
+            yield f"{number:>12,} {margin} {line}" + (closed if inside and color else "")
+            line, width = (opened if inside and color else "") + part, len(part)
+            number, margin = next_number, next_margin
     line += decoder.decode(b"", final=True)
     if line:
-        yield f"{number:>12,} | {line}" + (closed if inside else "")
+        yield f"{number:>12,} {margin} {line}" + (closed if inside else "")
 
 
 def _supervised(tokens: TokenFile, begin: int, end: int, shown: list[bytes]) -> Iterator[str]:
     """The positions that receive a loss: those whose next token is of the same document and is trained."""
-    document = int(np.searchsorted(tokens.ends, begin, side="right"))
-    for place in range(begin, end - 1):
-        if place + 1 == tokens.ends[document]:
-            document += 1
-        elif tokens.mask is None or tokens.mask[place + 1]:
-            read, target = (shown[place + i - begin].decode("utf-8", "replace") for i in (0, 1))
-            yield f"position {place:,} reads {read!r} and is trained on {target!r}"
+    mask = None if tokens.mask is None else tokens.mask[begin : end + 1]
+    texts = [_quoted(piece) for piece in shown]
+    last = set((tokens.ends[np.searchsorted(tokens.ends, begin, side="right") :][: end - begin] - 1).tolist())
+    for place in range(begin, end):
+        if place not in last and (mask is None or mask[place + 1 - begin]):
+            read, target = texts[place - begin : place - begin + 2]
+            yield f"position {place:,} reads {read} and is trained on {target}"
+
+
+def _quoted(piece: bytes) -> str:
+    """The text of a token in quotes, or its bytes, where it holds parts of characters."""
+    try:
+        return repr(piece.decode("utf-8"))
+    except UnicodeDecodeError:
+        return repr(piece)
 
 
 # ---------------------------------------------------------------------------
@@ -734,9 +778,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -> None:
     form = {name: value for name, value in _settings(arguments).items() if name in DATA_FORM}
     tokens = _open_data(Config().with_values(form), arguments.data)
-    if tokens.largest >= model.config.vocab_size:
-        size = model.config.vocab_size
-        raise ValueError(f"{tokens.path} holds id {tokens.largest:,}, the vocabulary of the weights is {size:,}")
+    tokens.check_vocabulary(model.config.vocab_size)
     if arguments.context > model.config.max_context_len:
         most = model.config.max_context_len
         raise ValueError(f"context must be at most {most:,} for these weights, got {arguments.context:,}")

@@ -148,7 +148,7 @@ def test_the_flags_of_train_are_frozen_and_are_the_configuration():
 def test_a_plan_refuses_ids_over_a_fixed_vocabulary(tmp_path, capsys):
     (tmp_path / "big.bin").write_bytes(np.full(4000, 70_000, "<u4").tobytes())
     assert main.main(["plan", "--preset", "full", "--chip", "B300", "--data", str(tmp_path / "big.bin")]) == 2
-    assert re.search(r"^error: .*big\.bin holds id 70,000, .*65,536.*$", capsys.readouterr().err)
+    assert re.search(r"^error: .*big\.bin: id 70,000 at token \d+ must be in 0\.\.65,535 .*$", capsys.readouterr().err)
 
 
 def test_a_plan_for_an_absent_chip(capsys):
@@ -287,11 +287,11 @@ SHELF = {
     "data a directory": (f"{TRAIN} --data folder", "folder holds no token files"),
     "data of odd size": (f"{TRAIN} --data odd.bin", "odd.bin has 5 bytes"),
     "data is text": (f"{TRAIN} --data prose.txt", "prepare"),
-    "data above the vocabulary": (f"{TRAIN} --data large.npy --vocab-size 320", "large.npy holds id 70,000"),
+    "data above the vocabulary": (f"{TRAIN} --data large.npy --vocab-size 320", "large.npy: id 70,000 at token"),
     "data above full's vocabulary (R22)": (
         f"train --device cpu --preset full {' '.join(SHAPE)} --precision fp32 --max-hours 1e9 --total-tokens 2048 "
         "--tokens-per-step 2048 --data large.npy",
-        "65,536",
+        "must be in 0..65,535",
     ),
     "nothing supervised": (f"{TRAIN} --data masked.bin", "supervised tokens = 0"),
     "validation missing": (f"{TRAIN} --data plain.bin --val-data gone.bin", "gone.bin does not exist"),
@@ -311,7 +311,7 @@ SHELF = {
     "choices not UTF-8": ("evaluate --device cpu --weights WEIGHTS --choices latin.txt", "latin.txt must be UTF-8"),
     "choices not JSON": ("evaluate --device cpu --weights WEIGHTS --choices prose.txt", "prose.txt:1"),
     "choices without tokenizer": ("evaluate --device cpu --weights bare.safetensors --choices prose.txt", "tokenizer"),
-    "evaluate above the vocabulary": ("evaluate --device cpu --weights WEIGHTS --data large.npy", "holds id 70,000"),
+    "evaluate above the vocabulary": ("evaluate --device cpu --weights WEIGHTS --data large.npy", "id 70,000 at token"),
     "run folder in use": (f"{TRAIN} --data plain.bin --run-dir used", "--resume"),
     "run folder under a file": (f"{TRAIN} --data plain.bin --run-dir plain.bin/run", "plain.bin/run cannot be written"),
     "resume without run folder": ("train --device cpu --resume", "--resume needs --run-dir"),

@@ -291,7 +291,7 @@ def test_ids_over_the_vocabulary_name_the_first(tmp_path, capsys):
     _shelf_write(tmp_path / "t.bin", data=[1, 2, 900, 4, 901])
     command = ["train", "--preset", "nano", "--data", str(tmp_path / "t.bin"), "--device", "cpu"]
     assert main.main([*command, "--vocab-size", "900", "--run-dir", str(tmp_path / "r")]) == 2
-    assert "holds id 901" in capsys.readouterr().err
+    assert "t.bin: id 900 at token 2 must be in 0..899" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"id 900 at token 2 must be in 0\.\.899"):
         dp.open_tokens(tmp_path / "t.bin", vocab_size=900)
 
