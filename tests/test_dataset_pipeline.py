@@ -1,11 +1,10 @@
-"""Tests of dataset_pipeline.py: token files, preparation, packing, curriculum, decoding. No network, no GPU."""
+"""Tests of dataset_pipeline.py: writing of tokens, preparation, packing, curriculum, decoding. No network, no GPU."""
 
 import gzip
 import json
 import lzma
 import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -37,38 +36,6 @@ def mask(path: Path, values) -> None:
     path.with_name(path.stem + ".mask.bin").write_bytes(np.asarray(values, np.uint8).tobytes())
 
 
-def indexed(path: Path, sequences, bounds=None, dtype="<u2", code=8, modes=False) -> Path:
-    data = [np.asarray(s, dtype) for s in sequences]
-    path.write_bytes(b"".join(d.tobytes() for d in data))
-    lengths = np.array([len(d) for d in data], "<i4")
-    pointers = ((np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize).astype("<i8")
-    bounds = np.arange(len(data) + 1) if bounds is None else np.asarray(bounds)
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(data), len(bounds))
-    body = lengths.tobytes() + pointers.tobytes() + bounds.astype("<i8").tobytes() + bytes(len(data) if modes else 0)
-    path.with_suffix(".idx").write_bytes(header + body)
-    return path
-
-
-def patched(path: Path, offset: int, value: bytes) -> None:
-    """A sound indexed file of three sequences of one length, but for some bytes of its .idx."""
-    index = indexed(path, [IDS, IDS, IDS]).with_suffix(".idx")
-    data = bytearray(index.read_bytes())
-    data[offset : offset + len(value)] = value
-    index.write_bytes(data)
-
-
-def npy(path: Path, array) -> None:
-    with open(path, "wb") as file:
-        np.save(file, array)
-
-
-def headed(path: Path, ids, magic=20240520, version=1, dtype="<u2") -> Path:
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(ids)
-    path.write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
-    return path
-
-
 def stage(length, steps, rows=1, min_document=0) -> dp.CurriculumStage:
     per_step = rows * length
     return dp.CurriculumStage(
@@ -87,161 +54,8 @@ def file_of(tmp_path: Path, lengths, masks=None, name="t.bin") -> dp.TokenFile:
     return dp.open_tokens(path, dtype="uint32")
 
 
-IDS = [5, 300, 7, 0, 65_535, 12, 9, 300, 7, 1]
-
-
 # ---------------------------------------------------------------------------
-# Formats
-
-
-def test_every_format_gives_the_same_ids_and_documents(tmp_path):
-    flat = raw(tmp_path / "raw16.bin", IDS)
-    ends(flat, [4, 10])
-    wide = raw(tmp_path / "raw32.bin", IDS, "<u4")
-    (tmp_path / "raw32.bin.index").write_bytes(np.array([4, 10], "<u8").tobytes())
-    np.save(tmp_path / "a.npy", np.array(IDS, np.int64))
-    np.save(tmp_path / "b.npy", np.array(IDS, ">u4"))
-    sequences = [IDS[:4], IDS[4:9], IDS[9:]]
-    cases = {
-        flat: ("raw uint16", [4, 10]),
-        wide: ("raw uint32", [4, 10]),
-        tmp_path / "a.npy": ("NumPy .npy", [10]),
-        tmp_path / "b.npy": ("NumPy .npy", [10]),
-        indexed(tmp_path / "m16.bin", sequences, [0, 1, 3]): ("raw ids with a .idx index", [4, 10]),
-        indexed(tmp_path / "m32.bin", sequences, [0, 1, 1, 3], "<i4", 4): ("raw ids with a .idx index", [4, 10]),
-        indexed(tmp_path / "mm.bin", sequences, None, "<i8", 5, modes=True): ("raw ids with a .idx index", [4, 9, 10]),
-        headed(tmp_path / "h16.bin", IDS): ("ids after a 1,024-byte header", [10]),
-        headed(tmp_path / "h32.bin", IDS, 20240801, 7, "<u4"): ("ids after a 1,024-byte header", [10]),
-    }
-    for path, (kind, expected_ends) in cases.items():
-        tokens = dp.open_tokens(path)
-        assert (tokens.format, tokens.ids.tolist(), tokens.ends.tolist()) == (kind, IDS, expected_ends), path
-        assert (tokens.largest, tokens.supervised) == (65_535, 10 - len(expected_ends))
-        assert isinstance(tokens.ids, np.memmap)
-    assert dp.open_tokens(tmp_path / "m16.idx").ids.tolist() == IDS
-
-
-def test_document_marks(tmp_path):
-    path = raw(tmp_path / "t.bin", [0, 1, 2, 0, 3, 0, 4, 5])
-    assert dp.open_tokens(path, doc_id=0, doc_at="end").ends.tolist() == [1, 4, 6, 8]
-    assert dp.open_tokens(path, doc_id=0, doc_at="start").ends.tolist() == [3, 5, 8]
-    assert dp.open_tokens(path, doc_id=5, doc_at="end").ends.tolist() == [8]
-    assert dp.open_tokens(path, doc_id=5, doc_at="start").ends.tolist() == [7, 8]
-    assert dp.open_tokens(path).ends.tolist() == [8]
-    ends(path, [5, 8])
-    assert dp.open_tokens(path, doc_id=0).ends.tolist() == [5, 8]
-    assert "t.ends.bin; doc_id 0 not needed" in dp.open_tokens(path, doc_id=0).describe()[2]
-
-
-@pytest.mark.parametrize(
-    ("ids", "dtype"),
-    [
-        (np.random.default_rng(0).integers(0, 50_257, 4_000), "uint16"),
-        (np.random.default_rng(0).integers(0, 256, 4_000), "uint16"),
-        (np.random.default_rng(0).integers(0, 50_257, 4_000), "uint32"),
-        (np.random.default_rng(0).integers(0, 256, 4_000), "uint32"),
-        (np.random.default_rng(0).integers(0, 200_000, 4_000), "uint32"),
-        (np.zeros(100, int), "uint16"),
-    ],
-    ids=["words16", "bytes16", "words32", "bytes32", "large32", "zeros"],
-)
-def test_raw_width_by_content(tmp_path, ids, dtype):
-    tokens = dp.open_tokens(raw(tmp_path / "t.bin", ids, np.dtype(dtype)))
-    assert tokens.ids.dtype == dtype and tokens.ids.tolist() == ids.tolist()
-    assert dp.open_tokens(tmp_path / "t.bin", dtype=dtype).ids.tolist() == ids.tolist()
-
-
-def test_describe_names_everything_found(tmp_path):
-    path = raw(tmp_path / "t.bin", IDS)
-    ends(path, [4, 10])
-    mask(path, [1, 0, 1, 1, 1, 0, 0, 1, 1, 0])
-    lines = dp.open_tokens(path, vocab_size=65_536).describe()
-    assert "raw uint16, 16 bits" in lines[0] and "ids: 10, largest 65,535, vocabulary 65,536" in lines[1]
-    assert "documents: 2 (t.ends.bin), longest 6 tokens" in lines[2]
-    # places 0 and 4 start a document, so no position predicts them
-    assert "supervised tokens: 4 (response mask)" in lines[3]
-
-
-MALFORMED = {
-    "missing": (lambda p: None, {}, "does not exist"),
-    "empty": (lambda p: p.write_bytes(b""), {}, "is empty"),
-    "directory": (lambda p: p.mkdir(), {}, "holds no token files"),
-    "one id": (lambda p: raw(p, [1]), {}, "at least 2"),
-    "odd": (lambda p: p.write_bytes(bytes(7)), {}, "7 bytes of ids, 1 more than a multiple of 2"),
-    "odd wide": (lambda p: p.write_bytes(bytes(6)), {"dtype": "uint32"}, "2 more than a multiple of 4"),
-    "text": (lambda p: p.write_text("It was the best of times, it was the worst of times."), {}, "holds text"),
-    "gzip": (lambda p: p.write_bytes(gzip.compress(b"x" * 99)), {}, "holds gzip"),
-    "xz": (lambda p: p.write_bytes(lzma.compress(b"x" * 99)), {}, "holds xz"),
-    "header cut": (lambda p: p.write_bytes(headed(p, IDS).read_bytes()[:600]), {}, "header states"),
-    "ids cut": (
-        lambda p: p.write_bytes(headed(p, IDS).read_bytes()[:-2]),
-        {},
-        "header states 10 ids, which need 1,044",
-    ),
-    "header only": (lambda p: headed(p, []), {}, "holds 0 ids"),
-    "header version": (lambda p: headed(p, IDS, version=3), {}, "version 3, needs [1]"),
-    "header width": (lambda p: headed(p, IDS, 20240801, 7, "<u4"), {"vocab_size": 100}, "id 300 at token 1"),
-    "npy cut": (lambda p: (npy(p, np.arange(99)), os.truncate(p, 300)), {}, "whole .npy"),
-    "npy header": (lambda p: p.write_bytes(b"\x93NUMPY\x01\x00"), {}, "whole .npy"),
-    "npy magic": (lambda p: p.write_bytes(b"\x93NUMPY"), {}, "whole .npy"),
-    "npy objects": (lambda p: npy(p, np.array([{}, 1])), {}, "whole .npy"),
-    "npy float": (lambda p: npy(p, np.ones(9)), {}, "got float64"),
-    "npy 2-d": (lambda p: npy(p, np.ones((3, 3), int)), {}, "shape (3, 3)"),
-    "npy empty": (lambda p: npy(p, np.ones(0, int)), {}, "0 id"),
-    "npy negative": (lambda p: npy(p, np.array([3, -1])), {}, "id -1 at token 1"),
-    "npy width": (lambda p: npy(p, np.arange(9)), {"dtype": "uint16"}, "states int64"),
-    "idx cut": (lambda p: (indexed(p, [IDS, IDS]), os.truncate(p.with_suffix(".idx"), 50)), {}, "need 82"),
-    "idx header": (lambda p: (indexed(p, [IDS]), os.truncate(p.with_suffix(".idx"), 20)), {}, "no whole index header"),
-    "idx empty": (lambda p: (raw(p, IDS), p.with_suffix(".idx").touch()), {}, "in its 0 bytes"),
-    "idx float": (lambda p: indexed(p, [IDS], code=7), {}, "dtype code"),
-    "idx version": (lambda p: patched(p, 9, b"\x02"), {}, "version must be 1, got 2"),
-    "idx pointers": (lambda p: patched(p, 34 + 12 + 8, b"\x28"), {}, "not stored one after another"),
-    "idx negative": (lambda p: patched(p, 34, b"\xff\xff\xff\xff"), {}, "length is negative (-1)"),
-    "idx falls": (lambda p: patched(p, 34 + 12 + 24 + 8, b"\x03"), {}, "must rise from 0 to 3"),
-    "idx bounds": (lambda p: indexed(p, [IDS, IDS], [0, 1]), {}, "must rise from 0 to 2"),
-    "idx other bin": (lambda p: raw(indexed(p, [IDS]), IDS[:-1]), {}, "10 ids are indexed, but t.bin holds 9"),
-    "vocabulary": (lambda p: raw(p, IDS), {"vocab_size": 301}, "id 65,535 at token 4 must be in 0..300"),
-    "wrapped": (
-        lambda p: raw(p, IDS),
-        {"vocab_size": 100_000},
-        "16-bit ids (largest 65,535), but the vocabulary is 100000",
-    ),
-    "doc id": (lambda p: raw(p, IDS), {"doc_id": 77}, "doc_id 77 does not occur in 10 ids"),
-    "doc at": (lambda p: raw(p, IDS), {"doc_at": "middle"}, "got 'middle'"),
-    "dtype": (lambda p: raw(p, IDS), {"dtype": "int7"}, "got 'int7'"),
-    "ends empty": (lambda p: ends(raw(p, IDS), []), {}, "got 0 bytes"),
-    "ends cut": (lambda p: raw(p, IDS).with_name("t.ends.bin").write_bytes(bytes(9)), {}, "got 9 bytes"),
-    "ends equal": (lambda p: ends(raw(p, IDS), [4, 4, 10]), {}, "4 after 4 at entry 1"),
-    "ends fall": (lambda p: ends(raw(p, IDS), [4, 3, 10]), {}, "3 after 4 at entry 1"),
-    "ends zero": (lambda p: ends(raw(p, IDS), [0, 10]), {}, "0 after 0 at entry 0"),
-    "ends short": (lambda p: ends(raw(p, IDS), [4, 9]), {}, "ends at 9, but there are 10"),
-    "ends long": (lambda p: ends(raw(p, IDS), [4, 2**63 + 5]), {}, "but there are 10"),
-    "no pair": (lambda p: ends(raw(p, IDS), np.arange(1, 11)), {}, "supervised tokens = 0"),
-    "mask length": (lambda p: mask(raw(p, IDS), [1] * 9), {}, "9 bytes, but there are 10 ids"),
-    "mask empty": (lambda p: mask(raw(p, IDS), []), {}, "0 bytes, but there are 10 ids"),
-    "mask value": (lambda p: mask(raw(p, IDS), [1] * 8 + [255, 1]), {}, "got 255 at token 8"),
-    "mask zero": (lambda p: mask(raw(p, IDS), [0] * 10), {}, "supervised tokens = 0"),
-    "mask first": (lambda p: mask(raw(p, IDS), [1] + [0] * 9), {}, "supervised tokens = 0"),
-    "facts": (lambda p: (raw(p, IDS), p.with_suffix(".json").write_text("{")), {}, "must be JSON"),
-}
-
-
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_file_is_refused_in_one_line(tmp_path, case):
-    make, options, message = MALFORMED[case]
-    path = tmp_path / "t.bin"
-    make(path)
-    with pytest.raises(ValueError) as caught:
-        dp.open_tokens(path, **options)
-    text = str(caught.value)
-    assert message in text and "\n" not in text and ("t." in text or "got '" in text), text
-
-
-def test_vocabulary_error_names_the_first_place(tmp_path):
-    path = raw(tmp_path / "t.bin", np.r_[np.zeros(10, int), 40, np.zeros(10, int), 99], "<u2")
-    with pytest.raises(ValueError, match=r"id 40 at token 10 must be in 0\.\.29 \(largest id found: 99\)"):
-        dp.open_tokens(path, vocab_size=30, dtype="uint16")
-    assert dp.open_tokens(path, vocab_size=100, dtype="uint16").vocab_size == 100
+# Writing
 
 
 def test_written_files_read_back(tmp_path):
@@ -354,38 +168,6 @@ def test_facts_catch_a_damaged_copy(tmp_path, damage, message):
     damage(path)
     with pytest.raises(ValueError, match=re.escape(message)):
         dp.open_tokens(path)
-
-
-def test_scan_is_kept_and_renewed(tmp_path, monkeypatch):
-    path = raw(tmp_path / "t.bin", [1, 2, 3])
-    scans = []
-    monkeypatch.setattr(dp, "_write_atomically", lambda p, d, real=dp._write_atomically: (scans.append(p), real(p, d)))
-    assert dp.open_tokens(path).largest == dp.open_tokens(path).largest == 3
-    assert len(scans) == 1
-    raw(path, [1, 2, 9])
-    os.utime(path, ns=(1, 1))
-    assert dp.open_tokens(path).largest == 9 and len(scans) == 2
-    mask(path, [0, 1, 1])
-    assert dp.open_tokens(path).supervised == 2 and len(scans) == 3
-    mask(path, [0, 1, 0])
-    assert dp.open_tokens(path).supervised == 1
-    long = np.zeros(1 << 18, int)
-    raw(path, long, "<u2")
-    (tmp_path / "t.mask.bin").unlink()
-    assert dp.open_tokens(path).largest == 0
-    long[1 << 17] = 9  # the same size, head and tail
-    raw(path, long, "<u2")
-    os.utime(path, ns=(2, 2))
-    assert dp.open_tokens(path).largest == 9
-    (tmp_path / "t.scan.json").write_text('{"key": 3}')
-    assert dp.open_tokens(path).largest == 9
-    (tmp_path / "t.scan.json").unlink()
-
-    def full_disk(path, data):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(dp, "_write_atomically", full_disk)
-    assert dp.open_tokens(path).largest == 9 and not (tmp_path / "t.scan.json").exists()
 
 
 # ---------------------------------------------------------------------------
