@@ -576,21 +576,22 @@ def test_inspect_lists_what_is_trained(talk, capsys):
 
 
 def bytes_file(tmp_path, documents, masks=None, sources=None):
-    """Ids are bytes; 256 is <|end|>."""
+    """Ids are bytes; 256 is <|end|>, 257 two line ends and a q."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     vocabulary = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    vocabulary[2 * chr(256 + others.index(10)) + "q"] = 257
     tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 256, "content": "<|end|>", "special": True}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     ids = [list(d) if isinstance(d, bytes) else d for d in documents]
-    dp.write_tokens(tmp_path / "b.bin", ids, vocab_size=257, masks=masks, sources=sources)
+    dp.write_tokens(tmp_path / "b.bin", ids, vocab_size=258, masks=masks, sources=sources)
     return tmp_path / "b.bin"
 
 
 def test_inspect_loses_and_obeys_no_character(tmp_path, capsys):
     """Escapes reach no terminal, a cut character stays in its document, and each line has its first token's place."""
     wave = "\N{WATER WAVE}".encode()
-    path = bytes_file(tmp_path, [b"a\x1b[2Jb\t\r\n\nc" + wave[:2], wave[2:] + b"d\\", b"x" * 250])
+    path = bytes_file(tmp_path, [b"a\x1b[2Jb\t\r\n\nc" + wave[:2], wave[2:] + b"d\\", b"x" * 250, [97, 257, 98]])
     body = inspected(capsys, "--data", path, "--tokens", 300).splitlines()[6:]
     assert body == [
         "--- document 0, 13 tokens from 0 ---",
@@ -603,6 +604,10 @@ def test_inspect_loses_and_obeys_no_character(tmp_path, capsys):
         "          17 | " + "x" * 111,
         "         128 : " + "x" * 111,
         "         239 : " + "x" * 28,
+        "--- document 3, 3 tokens from 267 ---",
+        "         267 | a",
+        "         268 | ",
+        "         268 | qb",
     ]
 
 
