@@ -441,3 +441,69 @@ def test_torch_operators_are_fewer_than_tokens(make, loop):
     count = operator_count(make(4096))
     assert count < 4096, f"{count} operators for 4,096 tokens"
     assert operator_count(make(128, loop)) > 5 * 128, "a loop over tokens must be seen"
+
+
+# ---------------------------------------------------------------------------
+# (c) a change of the row length compiles nothing anew
+
+
+def variant(kernel: object, args: tuple, kwargs: dict) -> tuple:
+    """What a launch is compiled for: constants, types, options, and whether an integer is 1 or a multiple of 16."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    key = [sorted((name, value) for name, value in kwargs.items() if name not in kernel.arg_names)]
+    for parameter in kernel.params:
+        value = values.get(parameter.name)  # one with a default may be left out
+        if parameter.is_constexpr:
+            key.append(value)
+        elif isinstance(value, Tensor):
+            key.append(value.dtype)
+        elif isinstance(value, int):
+            seen = () if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+            key.append((abs(value) >= 2**31, *seen))
+        else:
+            key.append(type(value))
+    return tuple(map(str, key))
+
+
+@needs_compiler
+def test_no_kernel_is_compiled_anew_at_a_change_of_length(monkeypatch):
+    """Every tier of the curriculum launches the same variants of every kernel of a layer, forward and backward."""
+    recorders = {}
+    for name, kernel in list(vars(custom_kernels).items()):
+        if isinstance(kernel, custom_kernels.triton.runtime.jit.JITFunction):
+            recorders[name] = Recorder(kernel, run=False)
+            monkeypatch.setattr(custom_kernels, name, recorders[name])
+    monkeypatch.setattr(custom_kernels, "_uses_kernel", lambda x: True)
+    variants = []
+    for length in (2_048, 4_096, 8_192, 16_384, 65_536):
+        rows = max(1, 16_384 // length)
+
+        def leaf(*shape):
+            return torch.ones(shape, requires_grad=True)
+
+        q, k, v, kv = leaf(rows, length, 2, 32), leaf(rows, length, 2, 32), leaf(rows, length, 2, 32), (1, 32)
+        gates = leaf(rows, length, 2), leaf(rows, length, 2)
+        starts = torch.zeros(rows, length, dtype=torch.int32)
+        x, wide = leaf(rows * length, 32), leaf(rows * length, 32)
+        outputs = [
+            custom_kernels.chunk_associative_scan(q, k, v, *gates, doc_start=starts)[0],
+            custom_kernels.windowed_attention(
+                q, leaf(rows, length, *kv), leaf(rows, length, *kv), q, leaf(rows, length, *kv),
+                window=512, anchors=16, doc_start=starts,
+            ),
+            custom_kernels.fused_rmsnorm(x, leaf(32)),
+            custom_kernels.fused_residual_sphere(x, wide, leaf(32)),
+            custom_kernels.fused_swiglu(x, wide),
+            custom_kernels.linear_product(x, leaf(48, 32)),
+            custom_kernels.fused_chunked_cross_entropy(x, leaf(512, 32), torch.zeros(rows * length, dtype=torch.long)),
+        ]  # fmt: skip
+        for y in outputs:
+            y.sum().backward()
+        made = {name: {variant(r.kernel, *launch) for launch in r.launches} for name, r in recorders.items()}
+        variants.append({name: keys for name, keys in made.items() if keys})
+        for recorder in recorders.values():
+            recorder.launches.clear()
+    assert len(variants[0]) > 15
+    for other in variants[1:]:
+        for name, keys in other.items():
+            assert keys == variants[0][name], f"{name} would be compiled anew"
