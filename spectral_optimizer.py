@@ -27,7 +27,7 @@ DualSpectralOptimizer. Shape letters: n matrices in a stack, R rows, C columns, 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -117,7 +117,7 @@ def _adaptive(
     first: Tensor,  # (E,) f32
     second: Tensor,  # (E,) f32
     steps: Tensor,  # 0-D int64, this step included
-    rate: float,
+    rate: Tensor,  # 0-D f32
     config: OptimizerConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """m1' = b1 m1 + (1-b1) g, m2' = b2 m2 + (1-b2) g^2, W' = W - rate (decay W + m1_hat / (sqrt(m2_hat) + eps))."""
@@ -339,6 +339,8 @@ class DualSpectralOptimizer:
         self._second = {spec.name: torch.zeros_like(spec.parameter, requires_grad=False) for spec in adaptive}
         self._calls = 0
         self._applied = torch.zeros((), dtype=torch.int64, device=self._device)
+        # schedule multiplier and penalty intensity of this step: on the device, so that a recorded step reads new ones
+        self._scalars = torch.zeros(2, device=self._device)
         self._matrix_slices = _matrix_slices(matrices, config, d_model)
         self._flat_slices = [
             *_flat_slices([spec for spec in adaptive if spec.role == "embedding"], config.embedding_lr),
@@ -346,13 +348,22 @@ class DualSpectralOptimizer:
         ]
 
     @torch.no_grad()
-    def step(self, lr_multiplier: float, tokens_fraction: float, *, norms: bool = False) -> StepReport:
+    def step(
+        self,
+        lr_multiplier: float,
+        tokens_fraction: float,
+        *,
+        norms: bool = False,
+        run: Callable[[Hashable, Callable[[], tuple]], tuple] = lambda key, body: body(),
+    ) -> StepReport:
         """Move every parameter once, or none of them where a gradient norm is not finite.
 
         Args:
             lr_multiplier: the schedule's factor on every rate, >= 0.
             tokens_fraction: tokens done / token budget, >= 0; sets the penalty's intensity.
             norms: also measure the update / weight ratio of both groups (one more read of each slice).
+            run: takes a key and the step's device work, which is the same at every call of that key, and returns what
+                the work returns: it may record the work once and replay it.
 
         A gradient of None counts as zero: momentum and moments decay, and the parameter goes on by them.
 
@@ -363,26 +374,42 @@ class DualSpectralOptimizer:
         """
         if not (0 <= lr_multiplier < math.inf and 0 <= tokens_fraction < math.inf):
             raise ValueError(f"lr_multiplier and tokens_fraction must be >= 0, got {lr_multiplier}, {tokens_fraction}")
-        # 1. norms of both groups before anything moves, the flag, and the adaptive group's clip
-        matrix_norm = self._gradient_norm(self._momentum)
-        adaptive_norm = self._gradient_norm(self._first)
-        finite = matrix_norm.isfinite() & adaptive_norm.isfinite()
-        clip = (self._config.clip_norm / adaptive_norm).clamp(max=1.0)
-        self._calls += 1
-        self._applied += finite
-        # 2.-5. momentum, orthogonalisation, update and conditioning, slice by slice
         strength = spectral_intensity(tokens_fraction, self._config)
-        matrix_squares = [self._step_matrices(x, lr_multiplier, strength, finite, norms) for x in self._matrix_slices]
-        # 6. adaptive moments
-        adaptive_squares = [self._step_adaptive(x, lr_multiplier, clip, finite, norms) for x in self._flat_slices]
+        for place, value in zip(self._scalars, (lr_multiplier, strength), strict=True):
+            place.fill_(value)  # a copy would wait for the device
+        self._calls += 1
+        outcome = run(("optimizer", strength > 0, norms), lambda: self._move(strength > 0, norms))
+        finite, matrix_norm, adaptive_norm, matrix_ratio, adaptive_ratio = outcome
         return StepReport(
             step=self._calls,
             finite=finite,
             matrix_gradient_norm=matrix_norm,
             adaptive_gradient_norm=adaptive_norm,
             missing=tuple(name for name, parameter in self._parameters.items() if parameter.grad is None),
-            matrix_update_ratio=_ratio(matrix_squares) if norms and matrix_squares else None,
-            adaptive_update_ratio=_ratio(adaptive_squares) if norms and adaptive_squares else None,
+            matrix_update_ratio=matrix_ratio,
+            adaptive_update_ratio=adaptive_ratio,
+        )
+
+    def _move(self, conditioning: bool, norms: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Do a step's device work: the flag, both gradient norms, both update ratios if asked for."""
+        multiplier, strength = self._scalars.unbind()
+        # 1. norms of both groups before anything moves, the flag, and the adaptive group's clip
+        matrix_norm = self._gradient_norm(self._momentum)
+        adaptive_norm = self._gradient_norm(self._first)
+        finite = matrix_norm.isfinite() & adaptive_norm.isfinite()
+        clip = (self._config.clip_norm / adaptive_norm).clamp(max=1.0)
+        self._applied += finite
+        # 2.-5. momentum, orthogonalisation, update and conditioning, slice by slice
+        intensity = strength if conditioning else None
+        matrix_squares = [self._step_matrices(x, multiplier, intensity, finite, norms) for x in self._matrix_slices]
+        # 6. adaptive moments
+        adaptive_squares = [self._step_adaptive(x, multiplier, clip, finite, norms) for x in self._flat_slices]
+        return (
+            finite,
+            matrix_norm,
+            adaptive_norm,
+            _ratio(matrix_squares) if norms and matrix_squares else None,
+            _ratio(adaptive_squares) if norms and adaptive_squares else None,
         )
 
     @torch.no_grad()
@@ -434,11 +461,11 @@ class DualSpectralOptimizer:
         return parameter.grad
 
     def _step_matrices(
-        self, part: _MatrixSlice, lr_multiplier: float, intensity: float, finite: Tensor, norms: bool
+        self, part: _MatrixSlice, multiplier: Tensor, intensity: Tensor | None, finite: Tensor, norms: bool
     ) -> tuple[Tensor, Tensor] | None:
         momenta = [self._momentum[name] for name in part.names]
         parameters = [self._parameters[name] for name in part.names]
-        rate = lr_multiplier * part.rate
+        rate = part.rate * multiplier
         # 2. momentum
         old = torch.stack(momenta)  # (n, R, C)
         grad = torch.stack([self._gradient(name).float() for name in part.names])  # (n, R, C) f32
@@ -449,13 +476,13 @@ class DualSpectralOptimizer:
         direction = newton_schulz_orthogonalize(scratch, steps=self._config.newton_schulz_steps).float()
         # 4. and 5. update and conditioning, both at the weights before the step
         weight = torch.stack(parameters)  # (n, R, C)
-        if part.conditioned and intensity > 0:
+        if part.conditioned and intensity is not None:
             direction = direction + intensity * soft_orthogonality_gradient(weight)
         kept = _write(parameters, finite, weight - rate * direction, weight)
         return _squares(kept, weight) if norms else None
 
     def _step_adaptive(
-        self, part: _FlatSlice, lr_multiplier: float, clip: Tensor, finite: Tensor, norms: bool
+        self, part: _FlatSlice, multiplier: Tensor, clip: Tensor, finite: Tensor, norms: bool
     ) -> tuple[Tensor, Tensor] | None:
         grads = [self._gradient(name).reshape(-1)[start:stop] for name, start, stop in part.pieces]
         grad = torch.cat(grads).float() * clip  # (E,) f32
@@ -464,7 +491,7 @@ class DualSpectralOptimizer:
             for tensors in (self._parameters, self._first, self._second)
         ]
         olds = [torch.cat(target) for target in targets]  # (E,) each
-        news = _adaptive(olds[0], grad, *olds[1:], self._applied, lr_multiplier * part.rate, self._config)
+        news = _adaptive(olds[0], grad, *olds[1:], self._applied, part.rate * multiplier, self._config)
         kept = [_write(target, finite, new, old) for target, new, old in zip(targets, news, olds, strict=True)]
         return _squares(kept[0], olds[0]) if norms else None
 

@@ -175,7 +175,7 @@ def test_facts_catch_a_damaged_copy(tmp_path, damage, message):
 
 
 def expected_rows(stream, position, length, masks):
-    """Token loop over an explicit stream of (presentation, place): inputs, targets, drafts, weights, doc_start."""
+    """Token loop over an explicit stream of (presentation, place): inputs, targets, draft ids and targets, weights, starts."""
     row = stream[position : position + length + 3]
     inputs = [place for _, place in row[:length]]
     targets, weights, starts, drafts = [], [], [], [[], []]
@@ -189,7 +189,8 @@ def expected_rows(stream, position, length, masks):
         weights.append(float(ahead[0] >= 0 and masks[ahead[0]]))
         for depth in (1, 2):
             drafts[depth - 1].append(ahead[depth] if ahead[depth] >= 0 and masks[ahead[depth]] else -100)
-    return inputs, targets, drafts, weights, starts
+    draft_ids = [[row[t + depth][1] for t in range(0, length, 4)] for depth in (1, 2)]
+    return inputs, targets, draft_ids, [depth[::4] for depth in drafts], weights, starts
 
 
 @st.composite
@@ -240,6 +241,7 @@ def test_every_target_once_an_epoch(tmp_path, corpus, world, micro, random, mask
         got = [
             batch.inputs[row].tolist(),
             batch.targets[row].tolist(),
+            batch.draft_ids[:, row].tolist(),
             batch.draft_targets[:, row].tolist(),
             batch.loss_weights[row].tolist(),
             batch.doc_start[row].tolist(),
@@ -247,8 +249,8 @@ def test_every_target_once_an_epoch(tmp_path, corpus, world, micro, random, mask
         assert got == list(expected_rows(stream, position, plan.length, masks))
         assert batch.offsets[row] == got[0][0] and batch.tokens == batch.inputs.numel()
         targets += got[1]
-        supervised.setdefault(plan.step, []).append(sum(got[3]))
-        drafts.setdefault(plan.step, []).append([sum(t >= 0 for t in d) for d in got[2]])
+        supervised.setdefault(plan.step, []).append(sum(got[4]))
+        drafts.setdefault(plan.step, []).append([sum(t >= 0 for t in d) for d in got[3]])
         assert batch.supervised == batch.loss_weights.sum()
     epoch = sorted(t for t in targets[:size] if t >= 0)
     assert epoch == np.flatnonzero(inner).tolist()
@@ -278,8 +280,9 @@ def test_response_positions(tmp_path):
     weights = batch.loss_weights[0]
     assert weights.nonzero().flatten().tolist() == [2, 3, 4, 6, 7]
     assert batch.targets[0].tolist() == [12, 13, 21, 22, 99, -100, 23, 99, -100]
-    assert batch.draft_targets[0, 0].tolist() == [-100, 21, 22, 99, -100, -100, 99, -100, -100]
-    assert batch.draft_targets[1, 0].tolist() == [21, 22, 99, -100, -100, -100, -100, -100, -100]
+    # every fourth place of [-100, 21, 22, 99, -100, -100, 99, -100, -100], of what is one further, and what leads there
+    assert batch.draft_targets[:, 0].tolist() == [[-100, -100, -100], [21, -100, -100]]
+    assert batch.draft_ids[:, 0].tolist() == [[12, 99, 11], [13, 14, 12]]
     assert batch.doc_start[0].tolist() == [0] * 6 + [6] * 3
     assert batch.supervised == tokens.supervised == 5
 

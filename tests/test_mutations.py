@@ -239,7 +239,7 @@ MUTANTS = [
            ("tl.load(p_row_weight + o_r, mask=m_r, other=0.0) * tl.load(p_inverse) * scale",
             "tl.load(p_row_weight + o_r, mask=m_r, other=0.0) * scale")),
     mutant(DENOMINATOR, "mean of micro-batch means", "cpu", TRAINING, "micro_batches",
-           ("loss_weights=row_weights, denominator=step_plan.supervised,", "loss_weights=row_weights,")),
+           ("loss_weights=row_weights, denominator=supervised,", "loss_weights=row_weights,")),
 
     mutant(RATE, "fan-out for fan-in", "cpu", OPTIMIZER, "rates",
            ("config.matrix_lr_base * config.d_base / spec.fan_in",

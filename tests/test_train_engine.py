@@ -156,17 +156,18 @@ def test_segmented_gradients_on_the_gpu(tmp_path: Path, documents: str) -> None:
     engine.model.load_state_dict(reference.model.state_dict())
     step_plan, batches = engine._load(0)
     for batch in batches:
-        engine._accumulate(batch.to(engine.device), step_plan)
+        engine._accumulate(batch, step_plan)
     got = {name: p.grad.double().cpu() for name, p in engine.model.named_parameters()}
     # the decay gate's gradient is a difference of large sums: float32 leaves it a few 1e-5
     assert_same_gradients(got, gradients(reference), 2e-4)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("micro", [13, 48], ids=["segments", "recorded"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_is_bit_identical_on_the_gpu(tmp_path: Path, precision: str) -> None:
+def test_resume_is_bit_identical_on_the_gpu(tmp_path: Path, precision: str, micro: int) -> None:
     tokens = many_documents(tmp_path)
-    config = replace(tiny_config(row=48, micro=13, window=24), precision=PrecisionConfig(precision=precision))
+    config = replace(tiny_config(row=48, micro=micro, window=24), precision=PrecisionConfig(precision=precision))
     straight = gpu_engine(config, tokens)
     for _ in range(6):
         straight.train_step()
@@ -180,6 +181,33 @@ def test_resume_is_bit_identical_on_the_gpu(tmp_path: Path, precision: str) -> N
     for _ in range(3):
         second.train_step()
     for (name, want), got in zip(straight.model.named_parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(want, got), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_recorded_steps_are_the_launched_ones_bit_for_bit(tmp_path: Path, precision: str) -> None:
+    """Over warm-up, conditioning and its end; three rows in micro-batches of two: two shapes are recorded."""
+    tokens = many_documents(tmp_path)
+    config = tiny_config(steps=12, row=48, rows=3, micro=96, window=24)
+    if precision == "fp8":
+        wide = replace(config.model, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=128, num_query_heads=4,
+                       recurrent_heads=4)  # fmt: skip
+        config = replace(config, model=wide)
+    config = replace(config, precision=PrecisionConfig(precision=precision))
+    launched, recorded = gpu_engine(config, tokens), gpu_engine(config, tokens)
+    launched._recorded = train_engine._RecordedWork(False)
+    losses = []
+    for step in range(12):
+        for engine in (launched, recorded):
+            engine.train_step()
+        assert torch.equal(launched._sums, recorded._sums), step
+        losses.append(launched._sums[0].item())
+    assert len(recorded._recorded._graphs) == 4  # two shapes; the optimizer with and without conditioning
+    assert len(set(losses)) == 12  # every step read its own batch
+    for (name, want), got in zip(launched.model.named_parameters(), recorded.model.parameters(), strict=True):
+        assert torch.equal(want, got), name
+    for (name, want), got in zip(launched.optimizer.state_dict().items(), recorded.optimizer.state_dict().values()):
         assert torch.equal(want, got), name
 
 
@@ -221,15 +249,6 @@ def test_a_carry_that_does_not_repeat_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(engine.model, "forward", drifting)
     with pytest.raises(TrainingError, match="carry must equal"):
         engine.train_step()
-
-
-def test_next_ids_are_the_stream_ahead(tmp_path: Path) -> None:
-    tokens = one_document(tmp_path)
-    engine = make_engine(tiny_config(), tokens)
-    _, (batch,) = engine._load(1)
-    for row, offset in enumerate(batch.offsets):
-        for ahead, got in enumerate(train_engine._next_ids(batch)[:, row].tolist(), 1):
-            assert got == tokens.ids[offset + ahead : offset + ahead + 16].tolist()
 
 
 # ---------------------------------------------------------------------------
