@@ -175,7 +175,7 @@ def test_facts_catch_a_damaged_copy(tmp_path, damage, message):
 
 
 def expected_rows(stream, position, length, masks):
-    """Token loop over an explicit stream of (presentation, place): inputs, targets, draft ids and targets, weights, starts."""
+    """Token loop over a stream of (presentation, place): inputs, targets, draft ids and targets, weights, starts."""
     row = stream[position : position + length + 3]
     inputs = [place for _, place in row[:length]]
     targets, weights, starts, drafts = [], [], [], [[], []]

@@ -207,7 +207,8 @@ def test_recorded_steps_are_the_launched_ones_bit_for_bit(tmp_path: Path, precis
     assert len(set(losses)) == 12  # every step read its own batch
     for (name, want), got in zip(launched.model.named_parameters(), recorded.model.parameters(), strict=True):
         assert torch.equal(want, got), name
-    for (name, want), got in zip(launched.optimizer.state_dict().items(), recorded.optimizer.state_dict().values()):
+    states = launched.optimizer.state_dict(), recorded.optimizer.state_dict()
+    for (name, want), got in zip(states[0].items(), states[1].values(), strict=True):
         assert torch.equal(want, got), name
 
 
