@@ -541,6 +541,14 @@ def _small() -> Config:
     )  # fmt: skip
 
 
+def _medium() -> Config:
+    """About 123 million parameters at a vocabulary of 16,384."""
+    return _preset(
+        _model(16, 768, 2048, 12, 4, 64, 1024, 64, 1048576, 16384),
+        tokens=100_000_000, tokens_per_step=65536, micro_batch_tokens=32768,
+    )  # fmt: skip
+
+
 def _base() -> Config:
     """About 350 million parameters at a vocabulary of 65,536."""
     return _preset(
@@ -554,11 +562,13 @@ def _full() -> Config:
     return _preset(ModelConfig(), tokens=250_000_000, tokens_per_step=131072, micro_batch_tokens=16384)
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"nano": _nano, "small": _small, "base": _base, "full": _full}
+PRESETS: dict[str, Callable[[], Config]] = {
+    "nano": _nano, "small": _small, "medium": _medium, "base": _base, "full": _full,
+}  # fmt: skip
 
 
 def preset(name: str) -> Config:
-    """Return the complete configuration of a preset: nano, small, base or full."""
+    """Return the complete configuration of a preset: nano, small, medium, base or full."""
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name}{suggest_name(name, list(PRESETS))}")
     return PRESETS[name]()

@@ -172,7 +172,7 @@ def test_every_flag_says_what_its_field_says():
     for name, comment in comments.items():
         assert helps[name].replace("%%", "%").startswith(comment), name
     # what a flag is without being given, in each preset where they differ
-    assert helps["layers"].endswith("[nano 4, small 8, base 20, full 32]")
+    assert helps["layers"].endswith("[nano 4, small 8, medium 16, base 20, full 32]")
     assert helps["momentum"].endswith("[0.95]")
     assert helps["max_new_tokens"].endswith("[256]")
 

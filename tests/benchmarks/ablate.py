@@ -1,0 +1,253 @@
+"""What each reading of the specification costs or gains: one row each, in nats, against the product as it is.
+
+    python tests/benchmarks/ablate.py --data data/tokens.bin --out ablated
+    python tests/benchmarks/ablate.py --data data/tokens.bin --preset medium --only R8 conv --out ablated
+
+A variant changes the product from outside, by settings or by replacing one function for the length of its run, so that
+the product holds no switch for what it does not do. Positive nats: the variant is worse. The same seed, batches and
+tokens for all; seeds of one configuration differ by about 0.004.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+import learning  # noqa: E402
+
+import attention_layers  # noqa: E402
+import custom_kernels  # noqa: E402
+import hybrid_model  # noqa: E402
+import recurrent_layers  # noqa: E402
+import spectral_optimizer  # noqa: E402
+from custom_kernels import RootMeanSquareNorm, fused_rmsnorm, l2_normalize  # noqa: E402
+from model_config import Config, ModelConfig  # noqa: E402
+from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock as Memory  # noqa: E402
+from train_engine import TrainingEngine  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A change of the product: settings, replaced attributes (owner, name, value), and a hand on the fresh engine."""
+
+    reading: str
+    name: str
+    values: dict[str, object] = field(default_factory=dict)
+    patches: tuple[tuple[object, str, object], ...] = ()
+    prepare: Callable[[TrainingEngine], None] = lambda engine: None
+    # settings as factors on the preset's own
+    factors: dict[str, float] = field(default_factory=dict)
+
+
+def _ungated(self: Memory, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    alpha, beta, log_gamma = _GATES(self, logits)
+    return torch.ones_like(alpha), beta, log_gamma
+
+
+_GATES = Memory._gates
+_MEMORY_INIT = Memory.__init__
+
+
+def _plain(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return x
+
+
+def _constant_decay(heads: int) -> Tensor:
+    """Biases of one half-life for every head: the geometric middle of the spectrum, 2,896 tokens."""
+    middle = math.sqrt(recurrent_layers.SHORTEST_HALF_LIFE * recurrent_layers.LONGEST_HALF_LIFE)
+    return torch.full((heads,), math.log(math.expm1(math.log(2) / middle)))
+
+
+def _short_spectrum(heads: int) -> Tensor:
+    with mock.patch.object(recurrent_layers, "LONGEST_HALF_LIFE", 4096):
+        return _HALF_LIVES(heads)
+
+
+_HALF_LIVES = recurrent_layers.half_life_biases
+
+
+def _no_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return residual + fused_rmsnorm(branch, weight, eps)
+
+
+def _no_output_norm(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return fused_rmsnorm(residual + branch, None, eps)
+
+
+def _neither(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return residual + branch
+
+
+def _scaled_logits(factor: float) -> tuple[object, str, object]:
+    return ModelConfig, "logit_scale", property(lambda self: factor * 16.0 / self.hidden_dim)
+
+
+def _full_gates(engine: TrainingEngine) -> None:
+    """Gate matrices start at 1/sqrt(d_in), like every other matrix, instead of a tenth of it."""
+    with torch.no_grad():
+        for spec in engine.model.parameter_table():
+            if spec.role == "gate":
+                spec.parameter.mul_(10)
+
+
+def _nesterov_step(self, part, multiplier, intensity, finite, norms):
+    """_step_matrices with gradient + momentum * buffer in place of the buffer."""
+    momenta = [self._momentum[name] for name in part.names]
+    parameters = [self._parameters[name] for name in part.names]
+    old = torch.stack(momenta)
+    grad = torch.stack([self._gradient(name).float() for name in part.names])
+    new = (old * self._config.momentum).add_(grad)
+    spectral_optimizer._write(momenta, finite, new, old)
+    ahead = grad + self._config.momentum * new
+    scratch = ahead.to(spectral_optimizer._product_type(ahead))
+    direction = spectral_optimizer.newton_schulz_orthogonalize(scratch, steps=self._config.newton_schulz_steps).float()
+    weight = torch.stack(parameters)
+    if part.conditioned and intensity is not None:
+        direction = direction + intensity * spectral_optimizer.soft_orthogonality_gradient(weight)
+    spectral_optimizer._write(parameters, finite, weight - part.rate * multiplier * direction, weight)
+
+
+def _gains_from_zero(engine: TrainingEngine) -> None:
+    """With the patches of R11's variant: gains and biases are the parameters themselves, so decay pulls them to 0."""
+    with torch.no_grad():
+        for module in engine.model.modules():
+            if isinstance(module, RootMeanSquareNorm):
+                module.offset.fill_(1.0)
+            if isinstance(module, Memory):
+                module.write_offset.fill_(2.0)
+                module.decay_offset.copy_(module.decay_bias)
+                module.decay_bias.zero_()
+
+
+TAPS = 4
+
+
+def _conv_init(self: Memory, config: ModelConfig, precision: str = "wide") -> None:
+    _MEMORY_INIT(self, config, precision)
+    keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+    # a vector: offsets from the identity, started at 0
+    self.taps = nn.Parameter(torch.empty(TAPS * (2 * keys + values)))
+
+
+def _convolve(x: Tensor, taps: Tensor, doc_start: Tensor | None) -> Tensor:
+    """sum_j (taps_j + [j = 0]) x_{t-j}, never over a document's start: x (B, T, C), taps (C, 4)."""
+    y = x * (1 + taps[:, 0]).to(x.dtype)
+    index = torch.arange(x.shape[1], device=x.device)
+    for back in range(1, TAPS):
+        inside = index - back >= (0 if doc_start is None else doc_start)  # (B, T)
+        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        y = y + earlier * inside[..., None] * taps[:, back].to(x.dtype)
+    return y
+
+
+def _conv_forward(activation: Callable[[Tensor], Tensor]) -> Callable:
+    def forward(self: Memory, x: Tensor, *, state: Tensor | None = None, doc_start: Tensor | None = None):
+        joined = torch.cat((self.query(x), self.key(x), self.value(x)), -1)
+        joined = activation(_convolve(joined, self.taps.view(-1, TAPS), doc_start))
+        keys = self.heads * self.key_dim
+        q, k, v = (self._heads(part) for part in joined.split((keys, keys, self.heads * self.value_dim), -1))
+        alpha, beta, log_gamma = self._gates(self._gate_logits(x))
+        y, final_state = recurrent_layers.chunk_associative_scan(
+            l2_normalize(q), l2_normalize(k), (v * alpha[..., None]).to(v.dtype), beta, log_gamma,
+            initial_state=state, doc_start=doc_start, chunk_size=self.chunk_size,
+        )  # fmt: skip
+        return self.output(fused_rmsnorm(y, None, self.eps).flatten(2)), final_state
+
+    return forward
+
+
+CONV = ((Memory, "__init__", _conv_init), (Memory, "forward", _conv_forward(lambda x: x)))
+SILU = ((Memory, "__init__", _conv_init), (Memory, "forward", _conv_forward(F.silu)))
+
+VARIANTS = (
+    Variant("R3", "no write gate (alpha = 1)", patches=((Memory, "_gates", _ungated),)),
+    Variant("R4", "memory output not normalised", patches=((recurrent_layers, "fused_rmsnorm", _plain),)),
+    Variant("R4", "attention q, k not normalised", patches=((attention_layers, "fused_rmsnorm", _plain),)),
+    Variant("R5", "one half-life, 2,896 tokens", patches=((recurrent_layers, "half_life_biases", _constant_decay),)),
+    Variant("R5", "half-lives 8 ... 4,096", patches=((recurrent_layers, "half_life_biases", _short_spectrum),)),
+    Variant("R5", "gates start at 1/sqrt(d_in)", prepare=_full_gates),
+    Variant("R6", "no sphere", patches=((hybrid_model, "fused_residual_sphere", _no_sphere),)),
+    Variant("R6", "no output norm", patches=((hybrid_model, "fused_residual_sphere", _no_output_norm),)),
+    Variant("R6", "neither sphere nor output norm", patches=((hybrid_model, "fused_residual_sphere", _neither),)),
+    Variant("R7", "logits x 1/2", patches=(_scaled_logits(0.5),)),
+    Variant("R7", "logits x 2", patches=(_scaled_logits(2.0),)),
+    Variant("R8", "attention output at 256/d_model", {"attention_output_rule": "width"}),
+    Variant("R8", "spectral rule", {"lr_rule": "spectral"}),
+    Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC_STEPS", 0),)),
+    Variant("R9", "Nesterov", patches=((spectral_optimizer.DualSpectralOptimizer, "_step_matrices", _nesterov_step),)),
+    Variant("R10", "no conditioning", {"spectral_lambda": 0.0}),
+    Variant("R10", "conditioning x 1/4", factors={"spectral_lambda": 0.25}),
+    Variant("R10", "conditioning x 4", factors={"spectral_lambda": 4.0}),
+    Variant(
+        "R11", "decay pulls gains and biases to zero", prepare=_gains_from_zero,
+        patches=(
+            (RootMeanSquareNorm, "gain", lambda self: self.start * self.offset),
+            (recurrent_layers, "ALPHA_BIAS", 0.0),
+        ),
+    ),
+    Variant("average", "no terminal average", {"average_fraction": 0.0}),
+    Variant("average", "average over the last 15 %", {"average_fraction": 0.15}),
+    Variant("draft", "no draft losses", {"draft_loss_weight_1": 0.0, "draft_loss_weight_2": 0.0}),
+    Variant("draft", "draft losses x 3", factors={"draft_loss_weight_1": 3.0, "draft_loss_weight_2": 3.0}),
+    Variant("conv", "width-4 convolution on q, k, v", patches=CONV),
+    Variant("conv", "the same, then SiLU", patches=SILU),
+)  # fmt: skip
+
+
+def run_variant(variant: Variant, config: Config, corpus: learning.Corpus) -> learning.Run:
+    """Train one variant with its patches in place."""
+    flat = {name: value for section in (config.optimizer, config.train) for name, value in _fields(section).items()}
+    scaled = {name: flat[name] * factor for name, factor in variant.factors.items()}
+    config = config.with_values({**variant.values, **scaled})
+    with ExitStack() as stack:
+        for owner, name, value in variant.patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        return learning.train_product(config, corpus, name=f"{variant.reading}: {variant.name}",
+                                      prepare=variant.prepare)  # fmt: skip
+
+
+def _fields(section: object) -> dict[str, object]:
+    return {name: getattr(section, name) for name in section.__dataclass_fields__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--val-tokens", type=int, default=300_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=sorted({v.reading for v in VARIANTS}), help="readings to run")
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = learning.Corpus.open(arguments.data, arguments.val_tokens)
+    config = learning.product_config(arguments.preset, corpus, tokens=arguments.tokens, context=arguments.context,
+                                     seed=arguments.seed)  # fmt: skip
+    print(learning.title(corpus, arguments.context))
+    print(learning.HEADER)
+    runs = [learning.train_product(config, corpus, name="as it is")]
+    for variant in VARIANTS:
+        if arguments.only is None or variant.reading in arguments.only:
+            runs.append(run_variant(variant, config, corpus))
+            learning.write_runs(out / f"ablate-{arguments.preset}.jsonl", runs)
+    print(f"\n{'change':44s} {'nats':>8s} {'cost':>8s}")
+    for run in runs:
+        print(f"{run.name:44s} {run.nats:8.4f} {run.nats - runs[0].nats:+8.4f}")
+
+
+if __name__ == "__main__":
+    main()
