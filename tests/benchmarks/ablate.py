@@ -184,7 +184,7 @@ VARIANTS = (
     Variant("R7", "logits x 2", patches=(_scaled_logits(2.0),)),
     Variant("R8", "attention output at 256/d_model", {"attention_output_rule": "width"}),
     Variant("R8", "spectral rule", {"lr_rule": "spectral"}),
-    Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC_STEPS", 0),)),
+    Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC", (1.0, 0.0)),)),
     Variant("R9", "Nesterov", patches=((spectral_optimizer.DualSpectralOptimizer, "_step_matrices", _nesterov_step),)),
     Variant("R10", "no conditioning", {"spectral_lambda": 0.0}),
     Variant("R10", "conditioning x 1/4", factors={"spectral_lambda": 0.25}),
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--tokens", type=int, default=6_553_600)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--val-tokens", type=int, default=300_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -239,6 +239,7 @@ def main() -> None:
                                      seed=arguments.seed)  # fmt: skip
     print(learning.title(corpus, arguments.context))
     print(learning.HEADER)
+    learning.CURVE_POINTS = 1
     runs = [learning.train_product(config, corpus, name="as it is")]
     for variant in VARIANTS:
         if arguments.only is None or variant.reading in arguments.only:
