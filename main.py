@@ -216,9 +216,12 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--validation-fraction", type=_number, default=0.05, metavar="X", help="held out [0.05]")
     prepare.add_argument("--validation-documents", type=_integer, metavar="N", help="held out, as a count")
     prepare.add_argument("--join", choices=("source",), help="join documents of one source into one")
-    similar = "remove documents this similar to an earlier one [off; without a number 0.8]"
+    similar = "remove documents this similar to an earlier one that stays [off; without a number 0.8]"
     prepare.add_argument("--dedup", type=_number, nargs="?", const=0.8, metavar="X", help=similar)
-    prepare.add_argument("--decontaminate", metavar="PATH", help="remove documents that hold a piece of this benchmark")
+    held_out = (
+        "remove documents that share half of their 13-word runs with this text, or hold half of one of its documents"
+    )
+    prepare.add_argument("--decontaminate", metavar="PATH", help=held_out)
     prepare.add_argument("--skip-bad", action="store_true", help="leave malformed lines out; they are named")
     prepare.add_argument("--seed", type=_integer, default=0, metavar="N", help="of the held-out choice [0]")
 

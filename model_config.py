@@ -361,7 +361,8 @@ class CurriculumConfig:
 class TrainConfig:
     """How a run is carried out: data, folder, memory choices, logging."""
 
-    # token file: made by prepare, or .npy, .bin with .idx, a 1,024-byte header, raw uint16 or uint32
+    # token file: made by prepare, or .npy, .bin with .idx, a 1,024-byte header, raw uint16 or uint32, NeoX with labels,
+    # datatrove .ds, OLMo part_*.npy, a litdata folder; a folder or pattern of shards of any of these
     data: str | None = None
     # token file of the validation split; default: DATA with .val before its suffix, if it exists
     val_data: str | None = None
