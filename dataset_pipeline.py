@@ -537,9 +537,10 @@ def _counted_width(path: Path) -> str | None:
     count = next((n for n in _counts_beside(path) if n and size in (2 * n, 4 * n)), None)
     if count is None or size == 4 * count:
         return None if count is None else "uint32"
-    zero, small = _upper_halves(path) if size >= 16 else (False, False)  # of fewer pairs of words, chance
+    # fewer pairs of words than 4, or 256 with values below 64 in the second place, look so by chance
+    zero, small = _upper_halves(path) if size >= 16 else (False, False)
     half = f"{path} has 2 bytes for each of the {count:,} ids that the files beside it count, but looks like 32-bit ids"
-    cut = zero or (small and size >= 64)
+    cut = zero or (small and size >= 1_024)
     _require(not cut, f"{half}, of which half are missing; copy it again, or state --data-dtype uint16")
     return "uint16"
 

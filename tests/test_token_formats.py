@@ -306,6 +306,48 @@ def test_raw_width_by_content(tmp_path, ids, dtype):
     assert dp.open_tokens(tmp_path / "t.bin", dtype=dtype).ids.tolist() == ids.tolist()
 
 
+# 32-bit ids that look like 16-bit ones, and the reverse: their number decides
+HIDDEN = [("<u4", [(i << 16) + i for i in range(90, 121)]), ("<u4", [0] * 40 + [9]), ("<u2", [5, 0, 900, 7] * 9)]
+
+
+@pytest.mark.parametrize("side", ["ends", "mask", "index", "loss", "labels", "bounds"])
+@pytest.mark.parametrize(("dtype", "ids"), HIDDEN, ids=["large32", "zeros32", "words16"])
+def test_files_beside_settle_the_width(tmp_path, side, dtype, ids):
+    path, count = raw(tmp_path / "part_0.npy", ids, dtype), len(ids)
+    if side in ("ends", "mask"):
+        ends(path, [3, count]) if side == "ends" else mask(path, [1] * count)
+    elif side == "bounds":
+        with gzip.open(tmp_path / "part_0.csv.gz", "wt") as file:
+            file.write(f"0,3,a\n3,{count},b\n")
+    else:
+        name = {"index": "part_0.npy.index", "loss": "part_0.npy.loss", "labels": "labels_mask_part_0.npy"}[side]
+        (tmp_path / name).write_bytes(struct.pack("<Q", count) if side == "index" else bytes([1]) * count)
+    tokens = dp.open_tokens(path)
+    assert (tokens.ids.tolist(), tokens.ids.dtype) == (ids, dtype)
+
+
+@pytest.mark.parametrize(("count", "vocabulary"), [(9, 50_000), (11, 50_000), (40, 50_000), (1_000, 200_000)])
+@pytest.mark.parametrize("side", [ends, mask])
+def test_half_of_a_32_bit_file_is_not_a_16_bit_file(tmp_path, side, count, vocabulary):
+    """Cut in half it has two bytes for each id that its ends or its mask count."""
+    path = raw(tmp_path / "t.bin", np.arange(count) * 9_973 % vocabulary, "<u4")
+    side(path, [count] if side is ends else [1] * count)
+    assert len(dp.open_tokens(path)) == count
+    path.write_bytes(path.read_bytes()[: 2 * count])
+    with pytest.raises(ValueError, match=rf"has 2 bytes for each of the {count:,} ids .* half are missing"):
+        dp.open_tokens(path)
+    assert len(dp.open_tokens(path, dtype="uint16")) == count
+
+
+def test_a_number_beside_that_fits_no_width_settles_nothing(tmp_path):
+    path = ends(raw(tmp_path / "t.bin", IDS), [4, 11])
+    with pytest.raises(ValueError, match="the last document ends at 11, but there are 10 ids"):
+        dp.open_tokens(path)
+    (tmp_path / "t.ends.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="must hold 8-byte unsigned ends, got 0 bytes"):
+        dp.open_tokens(mask(path, [1] * 10))
+
+
 def test_describe_names_everything_found(tmp_path):
     path = raw(tmp_path / "t.bin", IDS)
     ends(path, [4, 10])
