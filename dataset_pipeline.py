@@ -1317,14 +1317,9 @@ class _HeldOut:
         gram, owner = gram[order], owner[order]
         # what many of them share, as a frame around questions or copies, counts for the first alone: work stays bounded
         stays = (np.diff(gram, prepend=-1) > 0) | (np.bincount(gram)[gram] <= _many(len(numbers)))
-        self._gram, self._owner = gram[stays], owner[stays]
-        self._bounds = np.searchsorted(self._gram, np.arange(grams + 1))
+        self._owner, self._bounds = owner[stays], np.searchsorted(gram[stays], np.arange(grams + 1))
         self._sizes = np.bincount(self._owner, minlength=len(numbers))
-        self.ignore(np.zeros(grams, bool))
-
-    def ignore(self, common: np.ndarray) -> None:
-        """Leave n-grams, (grams,) bool, out of account from now on."""
-        self.common, self._ignored = common, np.bincount(self._owner, common[self._gram], len(self._sizes))
+        self.common = np.zeros(grams, bool)  # those that count neither for nor against a text that holds them
 
     def share(self, found: np.ndarray, runs: int) -> float:
         """-> share of a text's own runs, where `found` are those of them that the benchmark holds"""
@@ -1337,9 +1332,8 @@ class _HeldOut:
         begin, number = self._bounds[found], self._bounds[found + 1] - self._bounds[found]
         owner = self._owner[np.repeat(begin - np.cumsum(number) + number, number) + np.arange(number.sum())]
         documents, place, count = np.unique(owner, return_inverse=True, return_counts=True)
-        size, whole = self._sizes[documents], count == self._sizes[documents]
-        count = count - np.bincount(place, np.repeat(self.common[found], number))
-        shares = np.where(whole, 1.0, count / np.maximum(size - self._ignored[documents], 1))
+        size, common = self._sizes[documents], np.bincount(place, np.repeat(self.common[found], number))
+        shares = np.where(count == size, 1.0, (count - common) / np.maximum(size - common, 1))
         best = int(np.argmax(shares))
         return int(documents[best]), float(shares[best])
 
@@ -1357,7 +1351,8 @@ def find_contaminated(
     one benchmark document, such as a question.
 
     N-grams as in Brown et al., Language models are few-shot learners (2020), appendix C: 13 words, no punctuation, no
-    case, and none of many corpus documents (more than 20 and than one in 1,000), which is a licence or a page's frame.
+    case. Those of many corpus documents (more than 20 and than one in 1,000), such as a licence or the frame of a page,
+    count neither for nor against a document that holds them.
     A document that is held out, or holds a benchmark document, to the last n-gram goes for all that. One of fewer words
     is one n-gram; a benchmark document of fewer than 8 is found only where it is a document's whole text: "yes" is in
     most of them. Texts are read once, as a stream; memory grows with the benchmark and, by 4 bytes an n-gram, with what
@@ -1385,12 +1380,12 @@ def find_contaminated(
     held_out, holders, suspects, count = _HeldOut(numbers, len(widths)), np.zeros(len(widths), np.int64), [], 0
     for found, width, runs in _spread(_held_grams, texts, workers, total, "contamination", table):
         holders[found] += 1
-        # without what is common, which is known at the end, a share can only be smaller
+        # what is common is known at the end; without it a share can only be smaller
         own = found[widths[found] == width]
         if len(found) and (held_out.share(own, runs) >= share or held_out.most_held(found)[1] >= share):
             suspects.append((count, found, width, runs))
         count += 1
-    held_out.ignore(holders > _many(count))
+    held_out.common = holders > _many(count)
     removed = []
     for document, found, width, runs in suspects:
         own, (held, part) = held_out.share(found[widths[found] == width], runs), held_out.most_held(found)
