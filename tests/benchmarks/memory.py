@@ -19,8 +19,8 @@ all of them asked, a model that knows the values but not their keys would be rig
 What such a guess still earns is printed beside each row. Facts come after the anchors, the tokens that attention sees
 from everywhere. A question lies more than `gap` and less than gap + 3 pairs tokens after its pair. A stack of n
 attention layers can relay a fact over n windows without any memory: 2 in the hybrid `small`, as many as it has layers
-in a dense model. Training rows are whole documents, first short ones, from half of the run on with gaps log-uniform up
-to the row.
+in a dense model. Training rows are whole documents, first short ones with few facts, from half of the run on with gaps
+log-uniform up to the row.
 """
 
 import argparse
@@ -170,7 +170,8 @@ class Associative:
         return Document(ids, mask, order, asked - told)
 
     def draw(self, rng: np.random.Generator, room: int, longest: int) -> Document:
-        pairs = int(rng.choice([k for k in self.pairs if self.length(k, SHORTEST_GAP) <= room]))
+        short = max(self.least, min(room, longest))
+        pairs = int(rng.choice([k for k in self.pairs if self.length(k, SHORTEST_GAP) <= short]))
         widest = room - self.length(pairs, 0)
         gap = min(widest, _log_uniform(rng, SHORTEST_GAP, longest - self.length(pairs, 0)))
         return self.make(rng, pairs, gap if widest - gap >= self.least else widest)
@@ -211,7 +212,8 @@ class Needle:
         return Document(ids, mask, order, questions - told[order])
 
     def draw(self, rng: np.random.Generator, room: int, longest: int) -> Document:
-        fits = min(MOST_ASKED, self.alphabet.keys // 2, (room - self.overhead(0, 0) - SHORTEST_GAP) // 8)
+        short = max(self.least, min(room, longest))
+        fits = min(MOST_ASKED, self.alphabet.keys // 2, (short - self.overhead(0, 0) - SHORTEST_GAP) // 8)
         count = int(rng.integers(1, fits + 1))
         length = min(room, _log_uniform(rng, self.overhead(count, count) + SHORTEST_GAP, longest))
         return self.make(rng, rng.random(count), count, length if room - length >= self.least else room)
@@ -592,9 +594,11 @@ def run_needle(arguments: argparse.Namespace) -> None:
     window, anchors = model.sliding_window_size, model.anchor_tokens
     training, held_out = task_alphabets(arguments)
     task = Needle(training, anchors)
-    lengths = doubling(2 * window, arguments.longest)
+    needed = task.overhead(len(DEPTHS), len(DEPTHS))
+    lengths = [n for n in doubling(2 * window, arguments.longest) if n >= needed]
     if not lengths:
-        raise ValueError(f"--longest must be at least 2 windows = {2 * window}, got {arguments.longest}")
+        raise ValueError(f"--longest must be at least 2 windows = {2 * window} and hold needles and decoys of {needed} "
+                         f"tokens, got {arguments.longest}; use a larger one")  # fmt: skip
     if training.keys < 2 * len(DEPTHS):
         raise ValueError(f"--vocab-size must be at least {8 * len(DEPTHS)} for {2 * len(DEPTHS)} keys, got "
                          f"{arguments.vocab_size}")  # fmt: skip
@@ -695,6 +699,7 @@ def run_position(arguments: argparse.Namespace) -> None:
 # Part: spectrum
 
 
+@torch.no_grad()
 def half_lives(model: HybridLanguageModel) -> np.ndarray:
     """Return ln 2 / softplus(bias + offset) of every head, (recurrent layers, H), tokens: no input."""
     blocks = [layer.operator for layer in model.layers if not layer.is_attention]
