@@ -504,11 +504,12 @@ def new_figure(width: float, height: float, columns: int = 1):
 
 
 def draw_associative(cells: list[dict], window: int, row: int, chance: float, title: str, path: Path) -> None:
-    """Plot accuracy against the gap, a line for each number of pairs."""
+    """Plot accuracy against the gap, a line for each number of pairs and a dotted one for its guesses."""
     figure, (axes,) = new_figure(7, 4.5)
     for pairs in sorted({cell["pairs"] for cell in cells}):
         mine = [cell for cell in cells if cell["pairs"] == pairs]
-        axes.plot([c["gap"] for c in mine], [c["accuracy"] for c in mine], "o-", label=f"{pairs} pairs")
+        (line,) = axes.plot([c["gap"] for c in mine], [c["accuracy"] for c in mine], "o-", label=f"{pairs} pairs")
+        axes.axhline(mine[0]["guess"], color=line.get_color(), linestyle=":", linewidth=0.8)
     axes.axvline(window, color="black", linestyle="--", linewidth=1, label="attention window")
     axes.axvline(row, color="tab:gray", linestyle=":", linewidth=1.5, label="training row")
     axes.axhline(chance, color="tab:red", linewidth=0.8, label="chance")
