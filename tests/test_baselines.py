@@ -1,0 +1,225 @@
+"""benchmarks/baselines.py: sizes, who sees whom, gated delta layers against their published form, all of them learn."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks import baselines
+from benchmarks.baselines import GatedDelta, Shared, adamw, block_mask, build, dense_mask, dual, muon, short_convolution
+from helpers import assert_close
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from model_config import ModelConfig, preset
+
+CONTEXT = 96
+TINY = replace(preset("nano").model, vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=2, num_kv_heads=1,
+               recurrent_heads=2, hypersphere_radius=8.0, sliding_window_size=24, anchor_tokens=4)  # fmt: skip
+KINDS = ("dense", "dense-window", "delta")
+# a short document, one longer than the window, one that begins in the last tokens
+STARTS = (0, 7, 90)
+
+
+def documents(tokens: int, starts: tuple[int, ...]) -> Tensor:
+    """Return doc_start (1, T) of documents that start there."""
+    index = torch.arange(tokens, dtype=torch.int32)
+    return torch.stack([index.where(index == s, 0) for s in starts]).amax(0).cummax(0).values[None].int()
+
+
+def rows(model: baselines.Decoder, ids: Tensor, doc_start: Tensor) -> Tensor:
+    """Return the loss of each token under fixed targets: it reads what the token sees."""
+    return model.loss_rows(ids, doc_start, torch.full_like(ids, 5))
+
+
+@pytest.mark.parametrize("name", ["nano", "small", "medium", "base"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_within_two_percent(kind: str, name: str) -> None:
+    product: ModelConfig = preset(name).model
+    with torch.device("meta"):
+        model = build(kind, product, 64)
+    count = sum(p.numel() for p in model.parameters())
+    assert abs(count / product.matrix_parameters - 1) < 0.02
+    assert len(model.layers) == product.layers and model.embedding.weight.shape[1] == product.hidden_dim
+    groups = model.parameter_groups()
+    assert {n for group in groups.values() for n in group} == {n for n, _ in model.named_parameters()}
+    assert all(p.dim() == 1 for p in groups["vector"].values())
+    assert all(p.dim() == 2 for p in groups["matrix"].values()) and len(groups["embedding"]) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_tokens_and_other_documents_change_nothing(kind: str) -> None:
+    model = build(kind, TINY, CONTEXT).double()
+    ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
+    before = rows(model, ids, doc_start)
+    changed = ids.clone()
+    changed[0, 60] = (ids[0, 60] + 1) % 64
+    moved = (rows(model, changed, doc_start) - before).abs() > 1e-6
+    assert moved[60] and moved[61] and not moved[:60].any() and not moved[90:].any()
+    changed = ids.clone()
+    changed[0, 2:7] = (ids[0, 2:7] + 1) % 64
+    moved = (rows(model, changed, doc_start) - before).abs() > 1e-6
+    assert moved[2:7].all() and not moved[7:].any() and not moved[:2].any()
+    # a document alone, at the start of a row, loses what it lost inside one
+    alone = rows(model, ids[:, 7:90], documents(83, (0,)))
+    torch.testing.assert_close(alone, before[7:90], rtol=0, atol=1e-5)
+
+
+def test_window_and_anchors_bound_what_attention_sees() -> None:
+    index = torch.arange(CONTEXT)
+    seen = dense_mask(documents(CONTEXT, STARTS), 24, 4)[0, 0]
+    for query, expected in ((50, {*range(7, 11), *range(27, 51)}), (95, set(range(90, 96))), (3, set(range(4)))):
+        assert set(index[seen[query]].tolist()) == expected
+
+
+@pytest.mark.parametrize("rule", [(700, 0), (150, 20), (20, 4), (300, 200)], ids=["full", "window", "narrow", "wide"])
+@pytest.mark.parametrize("starts", [(0,), (0, 5, 130, 131, 420), (0, 128, 256, 384)], ids=["one", "ragged", "even"])
+def test_block_mask_is_the_dense_rule(rule: tuple[int, int], starts: tuple[int, ...]) -> None:
+    T = 650  # the last of six tiles is partial
+    doc_start = torch.cat((documents(T, starts), documents(T, (0, 300))))
+    blocks, seen = block_mask(doc_start, *rule), dense_mask(doc_start, *rule)
+    q, k, v = torch.randn(2, 2, T, 8), torch.randn(2, 1, T, 8), torch.randn(2, 1, T, 8)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True), expected)
+    tiles = F.pad(seen, (0, 118, 0, 118)).unflatten(-1, (6, 128)).unflatten(-3, (6, 128)).sum((-1, -3))
+    # a tile is skipped iff no pair in it is seen; one that applies no rule holds only seen pairs
+    torch.testing.assert_close(blocks.to_dense().bool(), tiles > 0)
+    for b in range(2):
+        for row in range(6):
+            full = blocks.full_kv_indices[b, 0, row, : blocks.full_kv_num_blocks[b, 0, row]]
+            assert (tiles[b, 0, row, full] == 128 * 128).all()
+    assert blocks.full_kv_num_blocks.sum() > 0 or rule == (20, 4)
+
+
+def test_convolution_stays_in_its_document() -> None:
+    x, taps = torch.randn(2, 12, 5, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    doc_start = torch.cat((documents(12, (0, 6)), documents(12, (0, 1, 10))))
+    got = short_convolution(x, taps, doc_start)
+    for row, bounds in enumerate(((0, 6, 12), (0, 1, 10, 12))):
+        for a, z in pairwise(bounds):
+            alone = F.pad(x[row, a:z].T, (3, 0))[None]
+            expected = F.conv1d(alone, taps.view(5, 1, 4).flip(-1), groups=5)[0].T
+            torch.testing.assert_close(got[row, a:z], F.silu(expected))
+
+
+def published_layer(layer: GatedDelta, x: Tensor, starts: tuple[int, ...]) -> Tensor:
+    """Run a gated delta layer token by token: decay, then erase, then write. x (T, D), state (H, V, K)."""
+    ends = (*starts[1:], len(x))
+    out = []
+    for a, z in zip(starts, ends, strict=True):
+        mixed = []
+        for matrix, taps in (
+            (layer.query, layer.query_taps), (layer.key, layer.key_taps), (layer.value, layer.value_taps),
+        ):  # fmt: skip
+            channels = F.pad(matrix(x[a:z]).T, (3, 0))[None]
+            y = F.conv1d(channels, taps.view(-1, 1, 4).flip(-1), groups=channels.shape[1])[0].T
+            mixed.append(F.silu(y).unflatten(-1, (layer.heads, -1)))
+        q, k, v = mixed
+        q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+        beta = layer.erase_gate(x[a:z]).sigmoid()
+        step = F.softplus(layer.decay_gate(x[a:z]) + layer.step_start + layer.step_offset)
+        decay = (-(layer.rate_start + layer.rate_offset).exp() * step).clamp(min=-5).exp()
+        state = x.new_zeros(layer.heads, v.shape[-1], k.shape[-1])
+        for t in range(z - a):
+            state = decay[t, :, None, None] * state
+            told = v[t] - torch.einsum("hvk,hk->hv", state, k[t])
+            state = state + beta[t, :, None, None] * told[..., None] * k[t, :, None]
+            y = torch.einsum("hvk,hk->hv", state, q[t])
+            y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + layer.output_norm.offset)
+            gate = F.silu(layer.output_gate(x[a + t]).unflatten(-1, (layer.heads, -1)))
+            out.append(layer.output((y * gate).flatten()))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("bias", [0.0, 4.0], ids=["usual", "decay at its bound"])
+def test_gated_delta_is_the_published_rule(bias: float) -> None:
+    layer = GatedDelta(32, 2, 16, 16)
+    with torch.no_grad():
+        layer.step_offset += bias
+    x, starts = torch.randn(70, 32), (0, 3, 40)
+    single = Shared(x, x, documents(70, starts), x)
+    low = published_layer(layer, x, starts)
+    got = layer(x[None], single)[0]
+    layer.double()
+    truth = published_layer(layer, x.double(), starts)
+    gates = layer._gates(x.double(), torch.float64)[1]
+    assert (gates == -5).any() == bool(bias)
+    assert_close("float32", got, truth, low, rms_bound=2e-5)
+    torch.testing.assert_close(layer(x.double()[None], single)[0], truth, rtol=1e-9, atol=1e-10)
+
+
+def test_first_losses_are_near_those_of_a_guess() -> None:
+    ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
+    for kind, bound in (("dense", 0.1), ("delta", 1.5)):
+        loss = build(kind, TINY, CONTEXT).loss_rows(ids, doc_start, torch.randint(64, (1, CONTEXT))).mean()
+        assert abs(loss.item() - 4.16) < bound, (kind, loss)
+
+
+RATES = {
+    # optimizer            matrix  embedding  vector
+    "adamw": dict(matrix=5e-3, embedding=5e-3, vector=5e-3),
+    "muon":  dict(matrix=2e-2, embedding=5e-3, vector=5e-3),
+    "dual":  dict(matrix=6e-2, embedding=1e-2, vector=4e-3),
+}  # fmt: skip
+
+
+def made(kind: str, name: str) -> tuple[baselines.Decoder, object]:
+    model = build(kind, TINY, CONTEXT)
+    config = (preset("nano").optimizer,) if name == "dual" else ()
+    return model, {"adamw": adamw, "muon": muon, "dual": dual}[name](model, RATES[name], *config)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dense", "adamw"), ("dense", "muon"), ("delta", "dual")])
+def test_a_repeated_batch_is_learned(kind: str, name: str) -> None:
+    model, optimizer = made(kind, name)
+    ids, doc_start = torch.randint(64, (2, 33)), documents(32, (0, 10)).expand(2, -1)
+    targets = ids[:, 1:].clone()
+    targets[:, 9] = -100
+    losses = []
+    for step in range(20):
+        loss = model.loss_rows(ids[:, :-1], doc_start, targets)
+        assert loss.shape == (64,) and loss.dtype == torch.float32 and loss[9] == 0 and loss[41] == 0
+        loss.mean().backward()
+        optimizer.step(min(1.0, (step + 1) / 4), step / 20)
+        losses.append(loss.mean().item())
+        assert all((p.grad == 0).all() for p in model.parameters())
+    assert losses[-1] < losses[0] - 1.5, losses
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "dual"])
+def test_a_multiplier_of_zero_moves_nothing_and_one_moves_all(name: str) -> None:
+    model, optimizer = made("delta", name)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
+    for multiplier in (0.0, 1.0):
+        rows(model, ids, doc_start).mean().backward()
+        recorded = []
+        optimizer.step(multiplier, 0.5, run=lambda key, body: recorded.append(key) or body())  # noqa: B023
+        assert len(recorded) == 1
+        moved = {n for n, p in model.named_parameters() if not torch.equal(p, start[n])}
+        assert moved == (set(start) if multiplier else set())
+
+
+def test_muon_is_that_of_torch_and_the_gradient_is_clipped() -> None:
+    (model, optimizer), rates = made("dense", "muon"), RATES["muon"]
+    twin = build("dense", TINY, CONTEXT)
+    twin.load_state_dict(model.state_dict())
+    groups = {role: list(group.values()) for role, group in twin.parameter_groups().items()}
+    theirs = [
+        torch.optim.Muon(groups["matrix"], lr=rates["matrix"] / 2, weight_decay=0.1, momentum=0.95, nesterov=True,
+                         adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups["embedding"], lr=rates["embedding"] / 2, betas=(0.9, 0.95), weight_decay=0.1),
+        torch.optim.AdamW(groups["vector"], lr=rates["vector"] / 2, betas=(0.9, 0.95), weight_decay=0.0),
+    ]  # fmt: skip
+    ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
+    for step in range(3):
+        for m in (model, twin):
+            (rows(m, ids, doc_start).mean() * 10.0**step).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step(0.5)
+        for other in theirs:
+            other.step()
+            other.zero_grad()
+    for (name, p), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, other, rtol=0, atol=1e-5, msg=name)
