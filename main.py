@@ -58,6 +58,7 @@ from train_engine import (
     plan,
     preflight,
     read_run_config,
+    read_weights_info,
     require_precision,
 )
 
@@ -333,15 +334,28 @@ def _configure(arguments: argparse.Namespace, facts: DeviceFacts, *, demo: bool)
     given, name = _settings(arguments), arguments.preset
     if given.get("resume"):
         return _resumed(given, name), True
+    if "initial_weights" in given:
+        if demo:
+            raise ValueError("--initial-weights needs --data, made with the tokenizer of those weights")
+        return _started(given, name), True
     if name == "auto" and demo:
         name = "nano"
     elif name == "auto":
         name, line = choose_preset(facts, float(given.get("max_hours", Config().train.max_hours)))
         _log(line)
-    config = preset(name).with_values(given)
-    if config.train.run_dir is None:
-        config = config.with_values({"run_dir": str(next_run_dir(name))})
-    return config, name == "full" or "vocab_size" in given
+    return _in_run_dir(preset(name).with_values(given), name), name == "full" or "vocab_size" in given
+
+
+def _in_run_dir(config: Config, name: str) -> Config:
+    """Name a new run folder where none is given."""
+    return config if config.train.run_dir is not None else config.with_values({"run_dir": str(next_run_dir(name))})
+
+
+def _started(given: dict[str, object], name: str) -> Config:
+    """Configuration of a run that starts from weights: theirs (preset auto) or a preset's, with their vocabulary."""
+    theirs = read_weights_info(Path(str(given["initial_weights"])))["config"]
+    base = theirs if name == "auto" else preset(name).with_values({"vocab_size": theirs.model.vocab_size})
+    return _in_run_dir(base.with_values(given), "tuned" if name == "auto" else name)
 
 
 def _resumed(given: dict[str, object], name: str) -> Config:
@@ -595,8 +609,6 @@ def _load(
     weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
 ) -> tuple[HybridLanguageModel, dict[str, object]]:
     """Read weights for inference: 16-bit matrices where the device multiplies them, float32 elsewhere."""
-    if Path(weights).is_dir():
-        raise ValueError(f"{weights} is a directory; give the weights file in it, final.safetensors of a run")
     choice = precision or ("bf16" if facts.kind == "cuda" else "fp32")
     if note := require_precision(choice, facts):
         _say(note)

@@ -370,6 +370,8 @@ class TrainConfig:
     run_dir: str | None = None
     # go on from the newest whole checkpoint of run_dir, bit for bit
     resume: bool = False
+    # weights file that the run starts from, final.safetensors of an earlier one; preset auto takes its configuration
+    initial_weights: str | None = None
     # of weights and data order
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

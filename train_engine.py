@@ -85,6 +85,7 @@ __all__ = [
     "plan",
     "preflight",
     "read_run_config",
+    "read_weights_info",
     "require_precision",
     "save_weights",
     "segmented_backward",
@@ -619,36 +620,51 @@ def load_weights(
         precision, attention_scope: what to use in place of the file's configuration.
     """
     path = Path(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            info = _read_info(path, file.metadata())
-            config = config_from_dict(info["config"])
-            info["config"] = config
-            # the wavelengths are the trained ones whatever the scope
-            scope, stretch = attention_scope or config.model.attention_scope, config.model.rope_scaling
-            shape = replace(config.model, attention_scope=scope, rope_stretch=stretch)
-            # memory of these is not touched until a tensor replaces it
-            model = HybridLanguageModel(shape, precision or config.precision)
-            table = {spec.name: spec for spec in model.parameter_table()}
-            _check_names(path, set(table), set(file.keys()))
-            for name, spec in table.items():
-                value = file.get_tensor(name)
-                if value.shape != spec.parameter.shape or value.dtype != torch.float32:
-                    found = f"{tuple(value.shape)} {value.dtype}"
-                    raise ValueError(f"{path}: {name} must be {tuple(spec.parameter.shape)} float32, got {found}")
-                if _crc32(value) != info["crc32"][name]:
-                    raise ValueError(f"{path}: {name} is damaged (its checksum differs); copy the file again")
-                keep = dtype is None or spec.role in ("vector", "gate")
-                spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the path of a weights file") from None
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is cut off or not a weights file ({_one_line(error)}); copy it again") from None
+    with _open_weights(path) as (file, info):
+        config = info["config"]
+        # the wavelengths are the trained ones whatever the scope
+        scope, stretch = attention_scope or config.model.attention_scope, config.model.rope_scaling
+        shape = replace(config.model, attention_scope=scope, rope_stretch=stretch)
+        # memory of these is not touched until a tensor replaces it
+        model = HybridLanguageModel(shape, precision or config.precision)
+        table = {spec.name: spec for spec in model.parameter_table()}
+        _check_names(path, set(table), set(file.keys()))
+        for name, spec in table.items():
+            value = file.get_tensor(name)
+            if value.shape != spec.parameter.shape or value.dtype != torch.float32:
+                found = f"{tuple(value.shape)} {value.dtype}"
+                raise ValueError(f"{path}: {name} must be {tuple(spec.parameter.shape)} float32, got {found}")
+            if _crc32(value) != info["crc32"][name]:
+                raise ValueError(f"{path}: {name} is damaged (its checksum differs); copy the file again")
+            keep = dtype is None or spec.role in ("vector", "gate")
+            spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
     model.to(device).eval().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, Projection) and module.precision == "fp4":
             module.pack()
     return model, info
+
+
+def read_weights_info(path: Path) -> dict[str, Any]:
+    """Read what a weights file says of itself (config, tokenizer_json, eos_id, tokens, ...), without its tensors."""
+    with _open_weights(Path(path)) as (_, info):
+        return info
+
+
+@contextlib.contextmanager
+def _open_weights(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """-> (open file, its description with config as a Config); a fault of the file is a one-line ValueError"""
+    try:
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory; give the weights file in it, final.safetensors of a run")
+        with safe_open(path, framework="pt") as file:
+            info = _read_info(path, file.metadata())
+            info["config"] = config_from_dict(info["config"])
+            yield file, info
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; give the path of a weights file") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is cut off or not a weights file ({_one_line(error)}); copy it again") from None
 
 
 def _read_info(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -1164,7 +1180,10 @@ _MOST_SKIPS = 3  # steps in a row whose gradient is not finite
 _CHECK_EVERY = 10  # steps between looks at that count, where the log looks more rarely
 # sections and fields that a resumed run must share with the first one, or it would be another run
 _FIXED_SECTIONS = ("model", "precision", "optimizer", "schedule", "curriculum")
-_FIXED_FIELDS = ("seed", "draft_loss_weight_1", "draft_loss_weight_2")
+_FIXED_FIELDS = ("seed", "draft_loss_weight_1", "draft_loss_weight_2", "initial_weights")
+# what a run may choose anew when it starts from weights: no tensor has its size, and no trained wavelength its value
+_FREE_SHAPE = ("max_context_len", "max_output_len", "sliding_window_size", "anchor_tokens", "attention_scope",
+               "rope_stretch", "chunk_size", "wide_tail_layers")  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1268,6 +1287,8 @@ class TrainingEngine:
         with self.device:
             self.model = HybridLanguageModel(config.model, config.precision)
         self.model.init_weights(config.train.seed)
+        if config.train.initial_weights is not None and not config.train.resume:
+            self.notes.append(self._start_from(Path(config.train.initial_weights)))
         self.optimizer = DualSpectralOptimizer(
             self.model.parameter_table(), config.optimizer, config.model.hidden_dim,
             named_parameters=self.model.named_parameters(),
@@ -1581,12 +1602,25 @@ class TrainingEngine:
         if self.device.type == "cuda" and "rng_cuda" in parts["extra"]:
             torch.cuda.set_rng_state(parts["extra"]["rng_cuda"])
 
+    def _start_from(self, path: Path) -> str:
+        """Take the weights of a file whose shape and tokenizer are this run's. -> the line to print"""
+        info = read_weights_info(path)
+        _check_start(path, info, self.config, self.tokens)
+        # read on the host and not packed: the masters are float32 whatever the run multiplies in
+        source, _ = load_weights(path, precision=PrecisionConfig(precision="fp32"))
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), source.parameters(), strict=True):
+                parameter.copy_(value)
+        return f"start: weights of {path}, trained on {info['tokens']:,} tokens, checksum {info['info_crc32']:08x}"
+
     def _resume(self, folder: _RunFolder) -> None:
         path, manifest, skipped = newest_checkpoint(folder.checkpoints)
         for damaged, why in skipped:
             self._log(f"skipped {damaged.name}: {why}; it is now called damaged-{damaged.name}")
         if path is None:
             self._log("no checkpoint yet: starting at step 0")
+            if self.config.train.initial_weights is not None:
+                self._log(self._start_from(Path(self.config.train.initial_weights)))
         else:
             self.load(path, manifest)
             self._log(f"resumed {path} at step {self.state.step}")
@@ -1613,6 +1647,26 @@ def _data_facts(tokens: TokenFile) -> dict[str, Any]:
         "supervised": tokens.supervised,
         "sha256_of_both_ends": hashlib.sha256(ends).hexdigest(),
     }
+
+
+def _check_start(path: Path, info: Mapping[str, Any], config: Config, tokens: TokenFile) -> None:
+    """Refuse weights of another shape, other rotary wavelengths or another tokenizer."""
+    model = info["config"].model
+    for name, value in asdict(model).items():
+        if name not in _FREE_SHAPE and getattr(config.model, name) != value:
+            found = getattr(config.model, name)
+            raise ValueError(f"{path} has {name} {value}, the run has {found}; leave --preset and shape flags out")
+    if model.rope_scaling != config.model.rope_scaling:
+        found = f"{path} has wavelengths stretched by {model.rope_scaling:g}, the run by {config.model.rope_scaling:g}"
+        raise ValueError(f"{found}; pass --rope-stretch {model.rope_scaling:g}")
+    ours = info["tokenizer_json"]
+    if ours is not None:
+        theirs, place = tokens.read_tokenizer(), tokens.path.parent
+        if theirs is None:
+            raise ValueError(f"{place} has no tokenizer.json, but {path} has one; copy that of its token file there")
+        if json.loads(theirs) != json.loads(ours):
+            fix = "make the data by `prepare --tokenizer` with the tokenizer.json that the weights were trained with"
+            raise ValueError(f"tokenizer.json in {place} differs from that of {path}; {fix}")
 
 
 def _check_same_run(manifest: Mapping[str, Any], config: Config, tokens: TokenFile) -> None:

@@ -22,7 +22,7 @@ import main
 from dataset_pipeline import open_tokens, write_tokens
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, preset
-from train_engine import DeviceFacts, save_weights
+from train_engine import DeviceFacts, read_run_config, save_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 # no larger than what every rule of the configuration allows
@@ -125,8 +125,8 @@ TRAIN_FLAGS = """
 --average-fraction --average-tau-fraction --chunk-size --clip-norm --context --d-base --data --data-dtype
 --decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1 --draft-loss-weight-2 --embedding-lr
 --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
---keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len --max-hours
---max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --newton-schulz-steps --no-resume
+--initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len
+--max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --newton-schulz-steps --no-resume
 --num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
 --recurrent-key-dim --recurrent-layers --recurrent-value-dim --resume --rms-norm-eps --rope-base-theta --rope-stretch
 --run-dir --save-every --save-every-minutes --seed --sliding-window-size --spectral-end-fraction
@@ -312,6 +312,13 @@ SHELF = {
     "choices not JSON": ("evaluate --device cpu --weights WEIGHTS --choices prose.txt", "prose.txt:1"),
     "choices without tokenizer": ("evaluate --device cpu --weights bare.safetensors --choices prose.txt", "tokenizer"),
     "evaluate above the vocabulary": ("evaluate --device cpu --weights WEIGHTS --data large.npy", "id 70,000 at token"),
+    "initial weights without data": (f"{TRAIN} --initial-weights WEIGHTS", "--initial-weights needs --data"),
+    "initial weights missing": (f"{TRAIN} --data plain.bin --initial-weights gone.safetensors", "does not exist"),
+    "initial weights of another preset": (f"{TRAIN} --data DATA --initial-weights WEIGHTS", "has hidden_dim 64, the"),
+    "initial weights, other tokenizer": (
+        "train --device cpu --data plain.bin --initial-weights WEIGHTS",
+        "has no tokenizer.json, but",
+    ),
     "run folder in use": (f"{TRAIN} --data plain.bin --run-dir used", "--resume"),
     "run folder under a file": (f"{TRAIN} --data plain.bin --run-dir plain.bin/run", "plain.bin/run cannot be written"),
     "resume without run folder": ("train --device cpu --resume", "--resume needs --run-dir"),
@@ -338,7 +345,7 @@ def test_a_user_error_is_one_line_and_nothing_is_created(call, world, shelf, mon
     monkeypatch.chdir(shelf)
     line, expected = SHELF[case]
     before = _tree(shelf)
-    places = {"WEIGHTS": world.weights, "RUN": world.run}
+    places = {"WEIGHTS": world.weights, "RUN": world.run, "DATA": world.data}
     code, out, err = call(*(places.get(word, word) for word in line.split()))
     assert code == 2, err
     *others, last = err.splitlines()
@@ -415,6 +422,19 @@ def test_plan_takes_the_largest_preset_that_fits_and_the_vocabulary_of_the_data(
     model = preset("nano").with_values({"vocab_size": size}).model
     assert f"matrices {model.matrix_parameters:,}" in out
     assert out.endswith("fits CPU, in memory and hours and disk\n")
+
+
+def test_a_run_from_weights_has_their_configuration_and_a_new_name(call, world, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    changed = ["--total-tokens", "2048", "--matrix-lr-base", "0.002"]
+    code, out, err = call(
+        "train", "--device", "cpu", "--data", world.data, "--initial-weights", world.weights, *changed
+    )
+    assert code == 0, err
+    theirs, config = read_run_config(world.run), read_run_config(tmp_path / "runs/tuned-001")
+    assert config.model == theirs.model and config.curriculum == theirs.curriculum
+    assert config.schedule.total_tokens == 2048 and config.optimizer.matrix_lr_base == 0.002
+    assert f"start: weights of {world.weights}, trained on " in out and not re.search(r"^preset: ", out, re.M)
 
 
 # ---------------------------------------------------------------------------

@@ -686,6 +686,104 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------
+# Starting from the weights of an earlier run
+
+
+def tuned_config(weights: Path, run_dir: Path | None = None, **train: object) -> Config:
+    return tiny_config(steps=6, run_dir=run_dir, initial_weights=str(weights), **train)
+
+
+def other_text(folder: Path):
+    """A second corpus: the rule of the first, backwards."""
+    folder.mkdir()
+    return token_file(folder, [pattern(300)[::-1]])
+
+
+def test_a_run_starts_from_the_weights_of_a_file(tmp_path: Path) -> None:
+    first = tiny_config(steps=30, run_dir=tmp_path / "first")
+    weights = make_engine(first, one_document(tmp_path)).run().weights
+    stored, lines = load_file(weights), []
+    config = tuned_config(weights, tmp_path / "second", seed=5)
+    engine = make_engine(config, one_document(tmp_path), log=lines.append)
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+        assert parameter.requires_grad, name
+    result = engine.run()
+    # the text of the first run is known at once, and its weights go on moving
+    assert json.loads((tmp_path / "second/metrics.jsonl").read_text().splitlines()[0])["loss"] < 3.0 < math.log(61) - 1
+    tuned = load_file(result.weights)
+    assert all(not torch.equal(tuned[name], stored[name]) for name in stored)
+    checksum = train_engine.read_weights_info(weights)["info_crc32"]
+    assert f"start: weights of {weights}, trained on 960 tokens, checksum {checksum:08x}" in lines
+    assert read_run_config(tmp_path / "second").train.initial_weights == str(weights)
+    # a file that is passed on names no path of this machine
+    with safe_open(result.weights, "pt") as file:
+        assert str(tmp_path) not in file.metadata()["description"]
+
+
+def test_a_started_run_resumes_bit_for_bit_without_the_first_weights(tmp_path: Path) -> None:
+    _, weights = saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"x": 1}')
+    tokens = one_document(tmp_path)
+    run_until(tuned_config(weights, tmp_path / "straight"), tokens, [])
+    cut = tuned_config(weights, tmp_path / "cut")
+
+    def log(line: str) -> None:
+        if line.startswith("step 3/"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert make_engine(cut, tokens, log=log).run().exit_code == 130
+    weights.rename(tmp_path / "elsewhere.safetensors")
+    resumed = replace(cut, train=replace(cut.train, resume=True))
+    assert make_engine(resumed, tokens).run().exit_code == 0
+    assert run_results(tmp_path / "cut") == run_results(tmp_path / "straight")
+    other = replace(resumed, train=replace(resumed.train, initial_weights=None))
+    with pytest.raises(ValueError, match=r"must keep train.initial_weights = .*final.safetensors, got None"):
+        make_engine(other, tokens).run()
+
+
+def test_a_started_run_that_was_killed_before_its_first_checkpoint_starts_from_them_again(tmp_path: Path) -> None:
+    _, weights = saved_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"x": 1}')
+    tokens, config, lines = one_document(tmp_path), tuned_config(weights, tmp_path / "run"), []
+    run_until(config, tokens, [])
+    whole = run_results(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    resumed = replace(config, train=replace(config.train, resume=True))
+    assert make_engine(resumed, tokens, log=lines.append).run().exit_code == 0
+    assert run_results(tmp_path / "run") == whole
+    assert sum(line.startswith("start: weights of ") for line in lines) == 1
+
+
+def test_weights_of_another_shape_or_tokenizer_are_refused_before_any_file_is_made(tmp_path: Path) -> None:
+    _, weights = saved_model(tmp_path)  # its tokenizer is {"x": 1}
+    config = tuned_config(weights, tmp_path / "run")
+    tokens = one_document(tmp_path)
+    stored = load_file(weights)
+
+    def refused(words: str, **model: object) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ValueError, match=words) as caught:
+            make_engine(config.with_values(model), tokens).run()
+        assert "\n" not in str(caught.value) and sorted(tmp_path.rglob("*")) == before
+
+    refused("has no tokenizer.json, but .*final.safetensors has one")
+    (tmp_path / "tokenizer.json").write_text('{"x": 2}')
+    refused("tokenizer.json in .* differs from that of .*final.safetensors; make the data by `prepare --tokenizer`")
+    (tmp_path / "tokenizer.json").write_text('{ "x":  1}')
+    refused("has ffn_dim 96, the run has 128; leave --preset", ffn_dim=128)
+    # as many numbers, another function
+    refused("has num_kv_heads 1, the run has 2", num_kv_heads=2)
+    refused("has draft_depth 2, the run has 0", draft_depth=0)
+    refused("wavelengths stretched by 1, the run by 2; pass --rope-stretch 1", rope_stretch=2.0)
+    refused("does not exist", initial_weights=str(tmp_path / "gone.safetensors"))
+    # what no tensor depends on may change
+    free = config.with_values({"sliding_window_size": 16, "max_context_len": 512, "chunk_size": 32})
+    model = make_engine(free, tokens).model
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in model.named_parameters())
+
+
+# ---------------------------------------------------------------------------
 # Weights file (R21, B055)
 
 
