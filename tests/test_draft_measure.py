@@ -205,6 +205,9 @@ def test_rows_are_documents_or_join_those_of_one_source(tmp_path):
     assert drafts.long_rows(open_tokens(tmp_path / "tokens.bin"), 14, 1)[0].tolist() == [[0] * 14]
     with pytest.raises(ValueError, match="must hold 70 tokens of one source"):
         drafts.long_rows(open_tokens(tmp_path / "tokens.bin"), 70, 9)
+    # fewer than there are: spread over the sources
+    write_tokens(tmp_path / "two.bin", [[i] * 5 for i in range(20)], vocab_size=24, sources=["a"] * 10 + ["b"] * 10)
+    assert drafts.long_rows(open_tokens(tmp_path / "two.bin"), 10, 4)[0][:, 0].tolist() == [0, 6, 12, 18]
 
 
 def test_the_same_text_is_cut_to_the_short_context():

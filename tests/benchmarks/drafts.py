@@ -82,7 +82,9 @@ def long_rows(tokens: TokenFile, length: int, limit: int) -> tuple[np.ndarray, i
             if size >= length:
                 joined.append(np.concatenate(parts)[:length])
                 parts, size = [], 0
-    rows = [*alone, *joined[: limit - len(alone)]]
+    wanted = min(limit - len(alone), len(joined))
+    # spread over the sources in proportion to their size
+    rows = [*alone, *(joined[at] for at in np.linspace(0, len(joined) - 1, wanted).round().astype(int))]
     if not rows:
         found = f"got {len(tokens):,} in all; give shorter --contexts"
         raise ValueError(f"{tokens.path} must hold {length:,} tokens of one source, {found}")
