@@ -10,12 +10,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from dataset_pipeline import open_tokens, write_tokens
+import train_engine
+from dataset_pipeline import StepPlan, TokenFile, open_tokens, prepare, write_tokens
 from generation_engine import StreamingGenerationEngine, TextHistory, gumbel_noise
 from hybrid_model import HybridLanguageModel
-from model_config import GenerationConfig, preset
-from train_engine import TrainingEngine, save_weights
+from model_config import GenerationConfig, TrainConfig, preset
+from train_engine import TrainingEngine, read_run_config, save_weights
 
 STEPS = 12
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
@@ -35,7 +38,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-drafts = _load("drafts")
+drafts, responses = _load("drafts"), _load("responses")
 
 
 @pytest.fixture(autouse=True)
@@ -251,3 +254,162 @@ def test_a_table_whose_choices_the_engine_does_not_make_is_refused(model, tmp_pa
     assert drafts.main([*command, "--contexts", "128", "--free-tokens", "60"]) == 2
     caught = capsys.readouterr()
     assert "must repeat 95% of the engine's choices, got " in caught.err and caught.out == ""
+
+
+# ---------------------------------------------------------------------------
+# Responses
+
+
+def _turns(*said: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+
+
+TALK = [_turns(f"what is {i} and {j} ?", "it is a number .") for i in range(12) for j in range(10)]
+SHAPE = [
+    "--layers", "4", "--recurrent-layers", "3", "--attention-layers", "1", "--hidden-dim", "64",
+    "--hypersphere-radius", "8", "--ffn-dim", "104", "--num-query-heads", "2", "--num-kv-heads", "1",
+    "--head-dim", "32", "--recurrent-heads", "2", "--recurrent-key-dim", "32", "--recurrent-value-dim", "32",
+    "--tokens-per-step", "512", "--micro-batch-tokens", "512", "--context", "128", "--eval-tokens", "512",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
+    folder = tmp_path_factory.mktemp("talk")
+    prepare(_write_text(folder), folder / "text", vocab_size=300)
+    return responses.write_split(TALK, folder / "talk", folder / "text/tokenizer.json")
+
+
+def _write_text(folder: Path) -> Path:
+    draw, words = (
+        np.random.default_rng(0),
+        "the mill by a river ground what grain it was given , and is it so ?".split(),
+    )
+    (folder / "text.txt").write_text("\n".join(" ".join(draw.choice(words, 9)) for _ in range(400)))
+    return folder / "text.txt"
+
+
+def test_prompts_carry_no_gradient_on_nano(talk):
+    proof = responses.prove_mask(talk)
+    responses.require_mask(proof)
+    assert proof["prompt_positions"] + proof["answer_positions"] == 256
+    assert proof["logit_gradient_at_prompts"] == proof["change_by_prompt_targets"] == 0.0
+    assert proof["draft_targets_on_prompts"] == 0
+    assert proof["logit_gradient_at_answers"] > 1e-4 and proof["change_by_answer_targets"] > 1e-4
+
+
+def _weigh(value: float):
+    """Every position that has a target weighs `value`, prompts too."""
+
+    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = StepPlan.__getitem__
+
+        def weighed(plan: StepPlan, index: int):
+            batch = whole(plan, index)
+            return replace(batch, loss_weights=torch.where(batch.targets >= 0, batch.loss_weights + value, 0))
+
+        monkeypatch.setattr(StepPlan, "__getitem__", weighed)
+
+    return spoil
+
+
+def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss forgets its weights where the engine takes it."""
+    whole = train_engine.fused_chunked_cross_entropy
+    monkeypatch.setattr(
+        train_engine, "fused_chunked_cross_entropy", lambda *x, loss_weights=None, **more: whole(*x, **more)
+    )
+
+
+def _unmask_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = StepPlan.__getitem__
+    monkeypatch.setattr(StepPlan, "__getitem__", lambda plan, index: replace(
+        batch := whole(plan, index), draft_targets=batch.draft_targets.clamp_min(0)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spoil", [_weigh(1.0), _weigh(1e-6), _leak, _unmask_drafts], ids=["all", "a millionth", "no weights", "drafts"]
+)
+def test_a_leak_from_prompts_is_seen(talk, monkeypatch, spoil):
+    spoil(monkeypatch)
+    with pytest.raises(ValueError, match="must be exactly 0, got"):
+        responses.require_mask(responses.prove_mask(talk))
+
+
+def test_answers_are_found_by_the_markers():
+    names = {0: "<|endoftext|>", 1: "<|system|>", 2: "<|user|>", 3: "<|assistant|>", 4: "<|end|>"}
+    ids = [0, 1, 9, 4, 2, 8, 7, 4, 3, 6, 5, 4, 2, 8, 4, 3, 4, 0, 0, 9, 2, 3]
+    answers = [at for at, found in enumerate(responses.answer_targets(ids, names), 1) if found]
+    assert answers == [9, 10, 11, 16]
+
+
+def test_the_logit_gradient_is_that_of_plain_cross_entropy():
+    logits, targets = torch.randn(9, 17), torch.arange(9)
+    weights = torch.tensor([1.0, 0, 1, 0.5, 0, 1, 1, 0, 1])
+    leaf = logits.clone().requires_grad_()
+    (F.cross_entropy(leaf, targets, reduction="none") * weights).sum().div(4.0).backward()
+    got = responses.logit_gradient(logits, targets, weights, 4.0)
+    assert torch.allclose(got, leaf.grad, atol=1e-7) and (got[weights == 0] == 0).all()
+
+
+def test_no_held_out_prompt_is_trained_on():
+    talk = [_turns(f"{'Say' if i % 3 else 'say'} {i % 20} ", f"answer {i}") for i in range(60)]
+    training, held = responses.split(talk, 0.25)
+    openings = [{responses.opening(turns) for turns in part} for part in (training, held)]
+    assert not openings[0] & openings[1] and len(openings[1]) == 5 and len(training) + len(held) == 60
+    assert responses.split(talk, 0.25) == (training, held)
+    with pytest.raises(ValueError, match="at least 2 different first messages, got 1"):
+        responses.split([talk[0], talk[0]], 0.5)
+
+
+def test_conversations_of_both_forms_are_read_alike(tmp_path):
+    (tmp_path / "talk.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": turns}) + "\n" for turns in (_turns("a?", "Yes", "b: c", "d"), _turns("e", "f"))
+        )
+    )
+    found = responses.read_conversations(tmp_path / "talk.jsonl")
+    assert found == [_turns("a?", "Yes", "b: c", "d"), _turns("e", "f")]
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    with pytest.raises(ValueError, match=r"bad.jsonl:1 must begin with a user's message"):
+        responses.read_conversations(tmp_path / "bad.jsonl")
+    pytest.importorskip("yaml", reason="PyYAML is not installed: .yml cannot be read")
+    (tmp_path / "x.yml").write_text(
+        'categories:\n- x\nconversations:\n- - a?\n  - Yes\n  - "b: c"\n  - d\n  - left over\n- - e\n  - f\n- - alone\n'
+    )
+    assert responses.read_conversations(tmp_path) == found
+
+
+def test_a_supervised_run_after_pre_training_in_one_command(tmp_path, capsys):
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in TALK))
+    command = [
+        "--conversations", str(tmp_path / "talk.jsonl"), "--out", str(tmp_path / "out"), "--device", "cpu",
+        "--context", "128", "--tokens-per-step", "512", "--rate-factor", "1", "--epochs", "5", "--prompts", "3",
+        "--samples", "2",
+    ]  # fmt: skip
+    text = ["--text", str(_write_text(tmp_path)), "--vocab-size", "300", "--preset", "nano"]
+    flags = ["--pretrain-tokens", "2048", "--pretrain-flags", *SHAPE]
+    assert responses.main([*command, *text, *flags]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    before, after = result["before"], result["after"]
+    assert after["loss"] < before["loss"] - 1 and after["accuracy"] > before["accuracy"]
+    assert before["ended"] == 0 and after["ended"] == 1
+    assert after["answers"] == ["it is a number ."] * 3 and after["of_training"] == 1 and after["distinct"] == 1 / 3
+    assert result["held_out"] == 12 and result["training"] == 108 and len(result["prompts"]) == 3
+    assert any(
+        row.startswith("answers that end by <|end|>") and row.split()[-2:] == ["0.0%", "100.0%"] for row in table
+    )
+    assert sum(row.startswith("  after:") for row in table) == 2
+    # the second run starts from the first one's weights and shape, under its tokenizer, and learns no prompt
+    tuned = read_run_config(tmp_path / "out/tuned")
+    assert tuned.train.initial_weights == str(tmp_path / "out/pretrained/final.safetensors")
+    assert tuned.model.hidden_dim == 64 and tuned.optimizer.spectral_lambda == 0
+    assert open_tokens(tmp_path / "out/talk/tokens.bin").supervised == result["supervised"] < result["tokens"]
+    # weights in place of a text must bring their tokenizer
+    bare = replace(tuned, train=TrainConfig())
+    tensors = load_file(tmp_path / "out/tuned/final.safetensors")
+    save_weights(tmp_path / "bare.safetensors", tensors, bare)
+    assert responses.main([*command, "--weights", str(tmp_path / "bare.safetensors")]) == 2
+    assert capsys.readouterr().err.endswith("holds no tokenizer; train with tokenizer.json beside the token file\n")
