@@ -162,7 +162,7 @@ def _conv_forward(activation: Callable[[Tensor], Tensor]) -> Callable:
             l2_normalize(q), l2_normalize(k), (v * alpha[..., None]).to(v.dtype), beta, log_gamma,
             initial_state=state, doc_start=doc_start, chunk_size=self.chunk_size,
         )  # fmt: skip
-        return self.output(fused_rmsnorm(y, None, self.eps).flatten(2)), final_state
+        return self.output(recurrent_layers.fused_rmsnorm(y, None, self.eps).flatten(2)), final_state
 
     return forward
 
