@@ -5,8 +5,8 @@ the caller reduces gradients over ranks and gives the schedule's multiplier m an
 
 Matrix group (every 2-D parameter but the embedding; W is (R, C) = (fan_out, fan_in), G its gradient):
 
-    B <- momentum * B + G                       no Nesterov term, no weight decay
-    O  = polar factor of B                      Newton-Schulz, spectral norm 1
+    B <- momentum * B + G                       no weight decay
+    O  = polar factor of G + momentum * B       Newton-Schulz, spectral norm 1; of B alone without `nesterov`
     W <- W - m * rate * (O + lambda * grad P)   P = ||W^T W - I||_F^2, grad P = 4 W (W^T W - I), decoupled from B
 
 Adaptive group (1-D parameters, stored as offsets so that decay pulls them home, and the tied embedding):
@@ -471,8 +471,9 @@ class DualSpectralOptimizer:
         grad = torch.stack([self._gradient(name).float() for name in part.names])  # (n, R, C) f32
         new = (old * self._config.momentum).add_(grad)
         _write(momenta, finite, new, old)
-        # 3. orthogonalise the scratch stack; the stored momentum keeps its scale. bf16 has float32's range
-        scratch = new.to(_product_type(new))
+        # 3. orthogonalise a scratch stack; the stored momentum keeps its scale. bf16 has float32's range
+        ahead = grad.add_(new, alpha=self._config.momentum) if self._config.nesterov else new
+        scratch = ahead.to(_product_type(ahead))
         direction = newton_schulz_orthogonalize(scratch, steps=self._config.newton_schulz_steps).float()
         # 4. and 5. update and conditioning, both at the weights before the step
         weight = torch.stack(parameters)  # (n, R, C)

@@ -126,8 +126,8 @@ TRAIN_FLAGS = """
 --decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1 --draft-loss-weight-2 --embedding-lr
 --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
 --initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len
---max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --newton-schulz-steps --no-resume
---num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
+--max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --nesterov --newton-schulz-steps
+--no-nesterov --no-resume --num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
 --recurrent-key-dim --recurrent-layers --recurrent-value-dim --resume --rms-norm-eps --rope-base-theta --rope-stretch
 --run-dir --save-every --save-every-minutes --seed --sliding-window-size --spectral-end-fraction
 --spectral-hold-fraction --spectral-lambda --spectral-lr --stable-fraction --tokens-per-step --total-tokens --val-data
@@ -139,7 +139,7 @@ def test_the_flags_of_train_are_frozen_and_are_the_configuration():
     flags = [flag for action in _commands()["train"]._actions for flag in action.option_strings]
     assert sorted(flags) == TRAIN_FLAGS
     names = {f.name for s in fields(Config) if s.name != "generation" for f in fields(get_type_hints(Config)[s.name])}
-    extra = {"-h", "--help", "--preset", "--no-resume"}
+    extra = {"-h", "--help", "--preset", "--no-resume", "--no-nesterov"}
     assert set(flags) - extra == {f"--{name.replace('_', '-')}" for name in names}
     planned = [flag for action in _commands()["plan"]._actions for flag in action.option_strings]
     assert sorted(planned) == sorted([*flags, "--chip"])

@@ -25,7 +25,7 @@ from spectral_optimizer import (
 
 WIDTH = 16
 CONFIG = OptimizerConfig(matrix_lr_base=0.06 * WIDTH / 256, lr_rule="printed", attention_output_rule="printed",
-                         vector_lr=0.003)  # fmt: skip
+                         vector_lr=0.003, nesterov=False)  # fmt: skip
 # past the conditioning's end, where only the orthogonal step moves a matrix
 LATE = 0.9
 
@@ -241,11 +241,12 @@ def test_update_is_the_polar_factor(shape, scale):
     assert torch.linalg.matrix_norm(direction - polar(grad), 2) < 0.041
 
 
-def test_momentum_is_a_plain_sum():
-    # no Nesterov term, no dampening: the second step follows 0.95 g1 + g2
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_a_plain_sum(nesterov):
+    # no dampening: the second step follows b = 0.95 g1 + g2, or g2 + 0.95 b
     generator = torch.Generator().manual_seed(3)
     first, second = torch.randn(2, 64, 16, generator=generator)
-    parameter, optimizer, rate = one_matrix(torch.zeros(64, 16), first)
+    parameter, optimizer, rate = one_matrix(torch.zeros(64, 16), first, replace(CONFIG, nesterov=nesterov))
     optimizer.step(1.0, LATE)
     before = parameter.detach().clone()
     parameter.grad = second.clone()
@@ -254,9 +255,11 @@ def test_momentum_is_a_plain_sum():
     truth = 0.95 * first.double() + second.double()
     assert_close("momentum", momentum, truth, 0.95 * first + second)
     direction = (before - parameter.detach()) / rate
+    plain, ahead = momentum, second + 0.95 * momentum
+    wanted, other_form = (ahead, plain) if nesterov else (plain, ahead)
     # 3e-6: the weight's rounding, divided by the rate
-    assert (direction - newton_schulz_orthogonalize(momentum)).abs().max() < 3e-6
-    for other in (first + second, 0.95 * momentum + second):
+    assert (direction - newton_schulz_orthogonalize(wanted)).abs().max() < 3e-6
+    for other in (first + second, other_form, second):
         assert (direction - newton_schulz_orthogonalize(other)).abs().max() > 3e-3
 
 

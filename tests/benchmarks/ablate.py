@@ -30,7 +30,6 @@ import attention_layers  # noqa: E402
 import custom_kernels  # noqa: E402
 import hybrid_model  # noqa: E402
 import recurrent_layers  # noqa: E402
-import spectral_optimizer  # noqa: E402
 from custom_kernels import RootMeanSquareNorm, fused_rmsnorm, l2_normalize  # noqa: E402
 from model_config import Config, ModelConfig  # noqa: E402
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock as Memory  # noqa: E402
@@ -61,6 +60,23 @@ _MEMORY_INIT = Memory.__init__
 
 def _plain(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     return x
+
+
+class _Normalised(nn.Module):
+    """The output projection of a memory layer behind a norm of each head."""
+
+    def __init__(self, projection: nn.Module, heads: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.heads, self.eps = projection.weight, heads, eps
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = fused_rmsnorm(y.unflatten(-1, (self.heads, -1)), None, self.eps).flatten(-2)
+        return F.linear(y, self.weight.to(y.dtype))
+
+
+def _normalised_init(self: Memory, config: ModelConfig, precision: str = "wide") -> None:
+    _MEMORY_INIT(self, config, precision)
+    self.output = _Normalised(self.output, self.heads, self.eps)
 
 
 def _constant_decay(heads: int) -> Tensor:
@@ -99,23 +115,6 @@ def _full_gates(engine: TrainingEngine) -> None:
         for spec in engine.model.parameter_table():
             if spec.role == "gate":
                 spec.parameter.mul_(10)
-
-
-def _nesterov_step(self, part, multiplier, intensity, finite, norms):
-    """_step_matrices with gradient + momentum * buffer in place of the buffer."""
-    momenta = [self._momentum[name] for name in part.names]
-    parameters = [self._parameters[name] for name in part.names]
-    old = torch.stack(momenta)
-    grad = torch.stack([self._gradient(name).float() for name in part.names])
-    new = (old * self._config.momentum).add_(grad)
-    spectral_optimizer._write(momenta, finite, new, old)
-    ahead = grad + self._config.momentum * new
-    scratch = ahead.to(spectral_optimizer._product_type(ahead))
-    direction = spectral_optimizer.newton_schulz_orthogonalize(scratch, steps=self._config.newton_schulz_steps).float()
-    weight = torch.stack(parameters)
-    if part.conditioned and intensity is not None:
-        direction = direction + intensity * spectral_optimizer.soft_orthogonality_gradient(weight)
-    spectral_optimizer._write(parameters, finite, weight - part.rate * multiplier * direction, weight)
 
 
 def _gains_from_zero(engine: TrainingEngine) -> None:
@@ -162,7 +161,7 @@ def _conv_forward(activation: Callable[[Tensor], Tensor]) -> Callable:
             l2_normalize(q), l2_normalize(k), (v * alpha[..., None]).to(v.dtype), beta, log_gamma,
             initial_state=state, doc_start=doc_start, chunk_size=self.chunk_size,
         )  # fmt: skip
-        return self.output(recurrent_layers.fused_rmsnorm(y, None, self.eps).flatten(2)), final_state
+        return self.output(y.flatten(2)), final_state
 
     return forward
 
@@ -172,7 +171,7 @@ SILU = ((Memory, "__init__", _conv_init), (Memory, "forward", _conv_forward(F.si
 
 VARIANTS = (
     Variant("R3", "no write gate (alpha = 1)", patches=((Memory, "_gates", _ungated),)),
-    Variant("R4", "memory output not normalised", patches=((recurrent_layers, "fused_rmsnorm", _plain),)),
+    Variant("R4", "memory output normalised per head", patches=((Memory, "__init__", _normalised_init),)),
     Variant("R4", "attention q, k not normalised", patches=((attention_layers, "fused_rmsnorm", _plain),)),
     Variant("R5", "one half-life, 2,896 tokens", patches=((recurrent_layers, "half_life_biases", _constant_decay),)),
     Variant("R5", "half-lives 8 ... 4,096", patches=((recurrent_layers, "half_life_biases", _short_spectrum),)),
@@ -182,10 +181,11 @@ VARIANTS = (
     Variant("R6", "neither sphere nor output norm", patches=((hybrid_model, "fused_residual_sphere", _neither),)),
     Variant("R7", "logits x 1/2", patches=(_scaled_logits(0.5),)),
     Variant("R7", "logits x 2", patches=(_scaled_logits(2.0),)),
-    Variant("R8", "attention output at 256/d_model", {"attention_output_rule": "width"}),
-    Variant("R8", "spectral rule", {"lr_rule": "spectral"}),
+    Variant("R8", "printed rule", {"lr_rule": "printed"}),
+    Variant("R8", "printed, attention output at 256/d_model", {"lr_rule": "printed", "attention_output_rule": "width"}),
     Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC", (1.0, 0.0)),)),
-    Variant("R9", "Nesterov", patches=((spectral_optimizer.DualSpectralOptimizer, "_step_matrices", _nesterov_step),)),
+    Variant("R9", "no Nesterov", {"nesterov": False}),
+    Variant("R9", "momentum 0.9", {"momentum": 0.9}),
     Variant("R10", "no conditioning", {"spectral_lambda": 0.0}),
     Variant("R10", "conditioning x 1/4", factors={"spectral_lambda": 0.25}),
     Variant("R10", "conditioning x 4", factors={"spectral_lambda": 4.0}),
