@@ -88,7 +88,7 @@ def test_block_mask_is_the_dense_rule(rule: tuple[int, int], starts: tuple[int, 
     for b in range(2):
         for row in range(6):
             full = blocks.full_kv_indices[b, 0, row, : blocks.full_kv_num_blocks[b, 0, row]]
-            assert (tiles[b, 0, row, full] == 128 * 128).all()
+            assert (tiles[b, 0, row, full] == 128 * min(128, T - 128 * row)).all()
     assert blocks.full_kv_num_blocks.sum() > 0 or rule == (20, 4)
 
 
@@ -149,11 +149,13 @@ def test_gated_delta_is_the_published_rule(bias: float) -> None:
     torch.testing.assert_close(layer(x.double()[None], single)[0], truth, rtol=1e-9, atol=1e-10)
 
 
-def test_first_losses_are_near_those_of_a_guess() -> None:
+def test_first_losses_are_those_of_a_tied_head_at_its_start() -> None:
     ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
-    for kind, bound in (("dense", 0.1), ("delta", 1.5)):
-        loss = build(kind, TINY, CONTEXT).loss_rows(ids, doc_start, torch.randint(64, (1, CONTEXT))).mean()
-        assert abs(loss.item() - 4.16) < bound, (kind, loss)
+    targets = torch.randint(64, (1, CONTEXT))
+    # ln 64 = 4.16, and the tied head sees the input token's own embedding: a logit up to 0.02 D = 1.3 or sqrt(D) = 8
+    for kind, expected in (("dense", 4.2), ("delta", 7.2)):
+        loss = build(kind, TINY, CONTEXT).loss_rows(ids, doc_start, targets).mean()
+        assert abs(loss.item() - expected) < 0.7, (kind, loss)
 
 
 RATES = {
@@ -212,14 +214,15 @@ def test_muon_is_that_of_torch_and_the_gradient_is_clipped() -> None:
         torch.optim.AdamW(groups["embedding"], lr=rates["embedding"] / 2, betas=(0.9, 0.95), weight_decay=0.1),
         torch.optim.AdamW(groups["vector"], lr=rates["vector"] / 2, betas=(0.9, 0.95), weight_decay=0.0),
     ]  # fmt: skip
-    ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
-    for step in range(3):
-        for m in (model, twin):
-            (rows(m, ids, doc_start).mean() * 10.0**step).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    for size in (1e-6, 1e-2, 1.0):
+        # given, not computed: bf16 iterations enlarge the last bits of what a model would compute
+        for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = size * torch.randn_like(p)
+            other.grad = p.grad.clone()
+        torch.nn.utils.clip_grad_norm_([p for group in groups.values() for p in group], 1.0)
         optimizer.step(0.5)
         for other in theirs:
             other.step()
             other.zero_grad()
     for (name, p), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, other, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(p, other, rtol=0, atol=1e-7, msg=name)
