@@ -68,6 +68,7 @@ __all__ = [
     "DeviceFacts",
     "Evaluation",
     "Plan",
+    "RecordedWork",
     "TrainResult",
     "TrainState",
     "TrainingEngine",
@@ -1214,7 +1215,7 @@ class TrainResult(NamedTuple):
     weights: Path | None
 
 
-class _RecordedWork:
+class RecordedWork:
     """Runs device work that is the same at every call of its key: eagerly once, then recorded as a graph and replayed.
 
     A step of a small model is some thousand launches, which take the host longer than they take the device (35 M
@@ -1304,7 +1305,7 @@ class TrainingEngine:
         # denominators of the step's losses: main, draft 1, draft 2
         self._denominators = torch.zeros(3, dtype=torch.float64, device=self.device)
         # 4-bit gradients draw new noise every step from a seed that the launch carries
-        self._recorded = _RecordedWork(self.device.type == "cuda" and not config.precision.precision.startswith("fp4"))
+        self._recorded = RecordedWork(self.device.type == "cuda" and not config.precision.precision.startswith("fp4"))
         self._places: dict[tuple[int, ...], Batch] = {}
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future] | None = None

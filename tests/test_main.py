@@ -127,7 +127,8 @@ TRAIN_FLAGS = """
 --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
 --initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len
 --max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --nesterov --newton-schulz-steps
---no-nesterov --no-resume --num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
+--no-nesterov --no-resume --num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset
+--recompute --recurrent-heads
 --recurrent-key-dim --recurrent-layers --recurrent-value-dim --resume --rms-norm-eps --rope-base-theta --rope-stretch
 --run-dir --save-every --save-every-minutes --seed --sliding-window-size --spectral-end-fraction
 --spectral-hold-fraction --spectral-lambda --spectral-lr --stable-fraction --tokens-per-step --total-tokens --val-data

@@ -196,7 +196,7 @@ def test_recorded_steps_are_the_launched_ones_bit_for_bit(tmp_path: Path, precis
         config = replace(config, model=wide)
     config = replace(config, precision=PrecisionConfig(precision=precision))
     launched, recorded = gpu_engine(config, tokens), gpu_engine(config, tokens)
-    launched._recorded = train_engine._RecordedWork(False)
+    launched._recorded = train_engine.RecordedWork(False)
     losses = []
     for step in range(12):
         for engine in (launched, recorded):

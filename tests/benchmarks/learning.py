@@ -11,13 +11,20 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dataset_pipeline import PackedSequenceDataLoader, TokenFile, build_curriculum, open_tokens, validation_batches
+from dataset_pipeline import (
+    PackedSequenceDataLoader,
+    TokenFile,
+    build_curriculum,
+    open_tokens,
+    token_byte_lengths,
+    validation_batches,
+)
 from model_config import Config, preset
 from train_engine import TrainingEngine, evaluate
 
@@ -72,7 +79,7 @@ def product_config(name: str, corpus: Corpus, *, tokens: int, context: int, seed
     return config.with_values(values)
 
 
-class _Clock:
+class Clock:
     """Seconds of training steps, without what lies between them and without the first two steps' set-up."""
 
     def __init__(self) -> None:
@@ -101,7 +108,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _points(steps: int) -> list[int]:
+def points(steps: int) -> list[int]:
     """Step counts at which validation is read: equal parts, the last step included."""
     return sorted({max(1, round(steps * (i + 1) / CURVE_POINTS)) for i in range(CURVE_POINTS)})
 
@@ -134,8 +141,8 @@ def _train_product(config, corpus, name, point, prepare, keep) -> Run:
         engine.model.train()
         return result.loss, result.bits_per_byte
 
-    clock, curve = _Clock(), []
-    for stop in _points(engine.loader.total_steps):
+    clock, curve = Clock(), []
+    for stop in points(engine.loader.total_steps):
         clock.run(engine.train_step, stop - engine.state.step)
         curve.append((engine.state.tokens, clock.total, measure()[0]))
     if engine.averager.state_dict()["weight"] > 0:
@@ -237,11 +244,13 @@ def axes(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5)):
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
 
 
+def bits_per_nat(corpus: Corpus, context: int) -> float:
+    """Return what turns nats a target into bits a byte of text on this validation split."""
+    lengths = token_byte_lengths(corpus.validation)
+    batches = list(validation_batches(corpus.validation, context, corpus.val_tokens, byte_lengths=lengths))
+    return sum(b.supervised for b in batches) / sum(b.target_bytes for b in batches) / math.log(2)
+
+
 def count_parameters(model: nn.Module) -> int:
     """Count the matrices alone, as ModelConfig.matrix_parameters does."""
     return sum(p.numel() for p in model.parameters() if p.dim() == 2)
-
-
-def with_optimizer(config: Config, **values: float) -> Config:
-    """Return the configuration with other values of its optimizer."""
-    return replace(config, optimizer=replace(config.optimizer, **values))
