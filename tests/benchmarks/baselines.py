@@ -142,7 +142,8 @@ def short_convolution(x: Tensor, taps: Tensor, doc_start: Tensor) -> Tensor:
 
 @torch.compiler.disable  # kernels of its own
 def _scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_gamma: Tensor, doc_start: Tensor) -> Tensor:
-    return chunk_associative_scan(q, k, v, beta, log_gamma, doc_start=doc_start)[0]
+    with torch.autocast(q.device.type, enabled=False):
+        return chunk_associative_scan(q, k, v, beta, log_gamma, doc_start=doc_start)[0]
 
 
 class GatedDelta(nn.Module):
@@ -389,8 +390,7 @@ class _Stepper:
         self.adam.step()
         if self.matrices:
             self._step_matrices()
-        for parameter in self.parameters:
-            parameter.grad.zero_()
+        torch._foreach_zero_([p.grad for p in self.parameters])
 
     def _step_matrices(self) -> None:
         """W <- W - rate * (update + 0.1 W), the update being what a step at rate 1 subtracts."""
