@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks import baselines
-from benchmarks.baselines import GatedDelta, Shared, adamw, block_mask, build, dense_mask, dual, muon, short_convolution
+from benchmarks.baselines import GatedDelta, Shared, adamw, build, dual, muon, short_convolution
 from helpers import assert_close
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 from model_config import ModelConfig, preset
 
@@ -66,30 +65,16 @@ def test_later_tokens_and_other_documents_change_nothing(kind: str) -> None:
     torch.testing.assert_close(alone, before[7:90], rtol=0, atol=1e-5)
 
 
-def test_window_and_anchors_bound_what_attention_sees() -> None:
-    index = torch.arange(CONTEXT)
-    seen = dense_mask(documents(CONTEXT, STARTS), 24, 4)[0, 0]
-    for query, expected in ((50, {*range(7, 11), *range(27, 51)}), (95, set(range(90, 96))), (3, set(range(4)))):
-        assert set(index[seen[query]].tolist()) == expected
-
-
-@pytest.mark.parametrize("rule", [(700, 0), (150, 20), (20, 4), (300, 200)], ids=["full", "window", "narrow", "wide"])
-@pytest.mark.parametrize("starts", [(0,), (0, 5, 130, 131, 420), (0, 128, 256, 384)], ids=["one", "ragged", "even"])
-def test_block_mask_is_the_dense_rule(rule: tuple[int, int], starts: tuple[int, ...]) -> None:
-    T = 650  # the last of six tiles is partial
-    doc_start = torch.cat((documents(T, starts), documents(T, (0, 300))))
-    blocks, seen = block_mask(doc_start, *rule), dense_mask(doc_start, *rule)
-    q, k, v = torch.randn(2, 2, T, 8), torch.randn(2, 1, T, 8), torch.randn(2, 1, T, 8)
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    torch.testing.assert_close(flex_attention(q, k, v, block_mask=blocks, enable_gqa=True), expected)
-    tiles = F.pad(seen, (0, 118, 0, 118)).unflatten(-1, (6, 128)).unflatten(-3, (6, 128)).sum((-1, -3))
-    # a tile is skipped iff no pair in it is seen; one that applies no rule holds only seen pairs
-    torch.testing.assert_close(blocks.to_dense().bool(), tiles > 0)
-    for b in range(2):
-        for row in range(6):
-            full = blocks.full_kv_indices[b, 0, row, : blocks.full_kv_num_blocks[b, 0, row]]
-            assert (tiles[b, 0, row, full] == 128 * min(128, T - 128 * row)).all()
-    assert blocks.full_kv_num_blocks.sum() > 0 or rule == (20, 4)
+def test_window_bounds_what_a_layer_sees() -> None:
+    """One layer of the windowed decoder: a changed token moves the next 24 places of its document and no more."""
+    model = build("dense-window", TINY, CONTEXT).double()
+    layer, doc_start = model.layers[0], documents(CONTEXT, STARTS)
+    shared = Shared(model.cos, model.sin, doc_start, model.window)
+    x = torch.randn(1, CONTEXT, 64, dtype=torch.float64)
+    changed = x.clone()
+    changed[0, 40] += 1
+    moved = (layer(changed, shared) - layer(x, shared)).abs().amax(-1)[0] > 1e-9
+    assert moved.nonzero().flatten().tolist() == list(range(40, 64))
 
 
 def test_convolution_stays_in_its_document() -> None:

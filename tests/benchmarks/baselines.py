@@ -20,15 +20,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from custom_kernels import chunk_associative_scan
+from custom_kernels import chunk_associative_scan, windowed_attention
 from hybrid_model import ParameterSpec
 from model_config import ModelConfig, OptimizerConfig
 from spectral_optimizer import DualSpectralOptimizer
 
 EPS = 1e-6
-BLOCK = 128  # tokens a side of a tile of the block mask
 TAPS = 4  # width of the short convolutions
 LOWEST_LOG_DECAY = -5.0  # a token: 0.7 % of the state stays
 
@@ -39,7 +37,7 @@ class Shared(NamedTuple):
     cos: Tensor  # (T, K/2) f32
     sin: Tensor  # (T, K/2) f32
     doc_start: Tensor  # (B, T) int32
-    mask: Tensor | BlockMask  # who sees whom in attention: bool (B, 1, T, T) on a CPU
+    window: int  # keys a query sees, itself included
 
 
 class RootMeanSquareGain(nn.Module):
@@ -58,46 +56,16 @@ class RootMeanSquareGain(nn.Module):
 # Attention
 
 
-def _visible(start: Tensor, i: Tensor, j: Tensor, window: int, anchors: int) -> Tensor:
-    """Say whether query i, whose document starts at `start`, sees key j."""
-    return (j >= start) & (j <= i) & ((i - j < window) | (j < start + anchors))
-
-
-def dense_mask(doc_start: Tensor, window: int, anchors: int) -> Tensor:
-    """Return the rule as bool (B, 1, T, T)."""
-    index = torch.arange(doc_start.shape[1], device=doc_start.device)
-    return _visible(doc_start[..., None], index[:, None], index, window, anchors)[:, None]
-
-
-def block_mask(doc_start: Tensor, window: int, anchors: int) -> BlockMask:
-    """Return the rule for flex_attention: tiles are judged by their corners, (T / 128)^2 work instead of T^2."""
-    T = doc_start.shape[1]
-    low = torch.arange(0, T, BLOCK, device=doc_start.device)  # (N,) first token of each block
-    high = (low + BLOCK - 1).clamp(max=T - 1)
-    first, last = doc_start[:, low, None], doc_start[:, high, None]  # (B, N, 1) of a tile's first and last query
-    q_low, q_high = low[:, None], high[:, None]
-    # a document that starts inside the tile has its anchors there too, so only the first one's can be far
-    some = (low <= q_high) & (high >= first) & ((q_low - high < window) | (low < first + anchors))
-    every = (high < q_low) & (low >= last) & ((q_high - low < window) | (high < last + anchors))
-
-    def ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-        tiles = tiles[:, None].int()  # (B, 1, N, N)
-        return tiles.sum(-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
-
-    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return _visible(doc_start[b, i], i, j, window, anchors)
-
-    return BlockMask.from_kv_blocks(
-        *ordered(some & ~every), *ordered(every), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(T, T)
-    )
-
-
-_flex_attention = torch.compile(flex_attention, dynamic=False)
+@torch.compiler.disable  # kernels of its own
+def _attend(q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
+    """The product's kernel, without anchors: FlexAttention's tiles for documents failed to compile on torch 2.11."""
+    return windowed_attention(q, k, v, None, None, window=shared.window, anchors=0, doc_start=shared.doc_start)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, K) by its angles (T, K/2)."""
+    """Rotate x (B, T, H, K) by its angles (T, K/2)."""
     a, b = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
@@ -114,15 +82,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(heads * head_dim, width, bias=False)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for m in (self.query, self.key, self.value))
+        q, k, v = (m(x).unflatten(-1, (-1, self.head_dim)) for m in (self.query, self.key, self.value))
         q, k = self.query_norm(q), self.key_norm(k)
-        q, k = (_rotate(t, shared.cos, shared.sin) for t in (q, k))  # (B, H or G, T, K)
-        if isinstance(shared.mask, BlockMask):
-            attend = _flex_attention if x.is_cuda else flex_attention
-            y = attend(q, k, v, block_mask=shared.mask, enable_gqa=True)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.mask, enable_gqa=True)
-        return self.output(y.transpose(1, 2).flatten(2))
+        q, k = (_rotate(t, shared.cos, shared.sin) for t in (q, k))  # (B, T, H or G, K)
+        return self.output(_attend(q, k, v, shared).flatten(2))
 
 
 # ---------------------------------------------------------------------------
@@ -221,10 +184,10 @@ class Decoder(nn.Module):
 
     def __init__(
         self, vocab: int, width: int, ffn: int, operators: Iterable[nn.Module], head_dim: int, context: int,
-        window: int | None, anchors: int,
+        window: int | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.window, self.anchors = window or context, anchors
+        self.window = window or context
         self.embedding = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(DecoderLayer(width, ffn, operator) for operator in operators)
         self.norm = RootMeanSquareGain(width)
@@ -237,8 +200,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, doc_start: Tensor) -> Tensor:
         """Map ids (B, T) int64 to normalised hidden states (B, T, D)."""
         tokens = ids.shape[1]
-        masked = block_mask if ids.is_cuda else dense_mask
-        shared = Shared(self.cos[:tokens], self.sin[:tokens], doc_start, masked(doc_start, self.window, self.anchors))
+        shared = Shared(self.cos[:tokens], self.sin[:tokens], doc_start, self.window)
         x = self.embedding(ids) * self.input_scale
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
             x = x.bfloat16() if ids.is_cuda else x
@@ -253,9 +215,18 @@ class Decoder(nn.Module):
         the backward pass would save that for 8 % more work at 35 M parameters.
         """
         hidden = self(ids, doc_start)
-        with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
-            logits = F.linear(hidden.flatten(0, 1), self.embedding.weight)
-        return F.cross_entropy(logits.float(), targets.flatten(), reduction="none", ignore_index=-100)
+        return self._head_loss(hidden.flatten(0, 1), self.embedding.weight.to(hidden.dtype), targets.flatten())
+
+    @staticmethod
+    def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight).float()
+        return F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+
+    def compile_parts(self) -> None:
+        """Compile each layer and the head by torch.compile: layers of one kind share one compilation a shape."""
+        for layer in self.layers:
+            layer.compile(dynamic=False)
+        self._head_loss = torch.compile(self._head_loss, dynamic=False)
 
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
         """Name every parameter once, by role: matrix (of the layers), embedding, vector."""
@@ -290,11 +261,11 @@ class DenseTransformer(Decoder):
 
     def __init__(
         self, vocab: int, width: int, layers: int, heads: int, ffn: int, context: int,
-        window: int | None = None, anchors: int = 0,
+        window: int | None = None,
     ) -> None:  # fmt: skip
         head_dim = width // heads
         operators = [Attention(width, heads, heads, head_dim) for _ in range(layers)]
-        super().__init__(vocab, width, ffn, operators, head_dim, context, window, anchors)
+        super().__init__(vocab, width, ffn, operators, head_dim, context, window)
         self._draw(lambda spec: 0.02)
 
 
@@ -314,7 +285,7 @@ class GatedDeltaHybrid(Decoder):
             for i in range(product.layers)
         ]
         super().__init__(product.vocab_size, width, ffn, operators, product.head_dim, context,
-                         product.attention_window, product.anchor_tokens)  # fmt: skip
+                         product.attention_window)  # fmt: skip
         self.input_scale = math.sqrt(width)
         self._draw(lambda spec: spec.fan_in**-0.5 * (0.1 if spec.role == "gate" else 1))
 
@@ -322,16 +293,16 @@ class GatedDeltaHybrid(Decoder):
 def build(kind: str, product: ModelConfig, context: int) -> Decoder:
     """Build a baseline of the product's width and depth within 2 % of its matrix parameters, on the CPU.
 
-    kind: dense; dense-window, with the product's window and anchors; delta. Draws from torch's default generator.
+    kind: dense; dense-window, with the product's window; delta. Draws from torch's default generator.
     """
-    window = (product.attention_window, product.anchor_tokens) if kind == "dense-window" else (None, 0)
+    window = product.attention_window if kind == "dense-window" else None
 
     def made(ffn: int) -> Decoder:
         if kind == "delta":
             return GatedDeltaHybrid(product, ffn, context)
         assert kind in ("dense", "dense-window"), kind
         return DenseTransformer(product.vocab_size, product.hidden_dim, product.layers, product.num_query_heads, ffn,
-                                context, *window)  # fmt: skip
+                                context, window)  # fmt: skip
 
     one = 3 * product.hidden_dim * product.layers  # parameters of a feed-forward width of 1
     with torch.device("meta"):

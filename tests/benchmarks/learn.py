@@ -68,6 +68,27 @@ def cosine(step: int, steps: int, warmup_share: float) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
 
 
+_compiled: dict[tuple, baselines.Decoder] = {}
+
+
+def _fresh_model(shape: str, config: Config, device: torch.device) -> baselines.Decoder:
+    """Return a model at its start for the seed; one of a shape is compiled once and drawn anew for each run."""
+    torch.manual_seed(config.train.seed)
+    drawn = baselines.build(shape, config.model, config.curriculum.context).to(device)
+    key = (shape, config.model, config.curriculum.context)
+    if key not in _compiled:
+        _compiled.clear()
+        _compiled[key] = drawn
+        if device.type == "cuda":
+            drawn.compile_parts()
+        return drawn
+    model = _compiled[key]
+    model.load_state_dict(drawn.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model
+
+
 def train_baseline(kind: str, point: dict[str, float], config: Config, corpus: Corpus, bits_per_nat: float) -> Run:
     """Train one baseline on the batches that a product run of this configuration reads."""
     run = _train_baseline(kind, point, config, corpus, bits_per_nat)
@@ -79,20 +100,17 @@ def train_baseline(kind: str, point: dict[str, float], config: Config, corpus: C
 def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: Corpus, bits_per_nat: float) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader = learning.loader_for(config, corpus)
-    torch.manual_seed(config.train.seed)
-    shape = "delta" if kind == "delta" else "dense"
-    model = baselines.build(shape, config.model, config.curriculum.context).to(device)
+    model = _fresh_model("delta" if kind == "delta" else "dense", config, device)
     rates = {"vector": config.optimizer.vector_lr if kind == "delta" else point["embedding"], **point}
     made = {"adamw": baselines.adamw, "muon": baselines.muon}
     optimizer = baselines.dual(model, rates, config.optimizer) if kind == "delta" else made[kind](model, rates)
     scheduler = WarmupStableDecayScheduler(config.schedule)
-    loss_rows = torch.compile(model.loss_rows, dynamic=False) if device.type == "cuda" else model.loss_rows
     recorded = RecordedWork(device.type == "cuda")
     denominator = torch.zeros((), device=device)
     places: dict[tuple[int, ...], Batch] = {}
 
     def gradients(batch: Batch) -> None:
-        rows = loss_rows(batch.inputs, batch.doc_start, batch.targets)
+        rows = model.loss_rows(batch.inputs, batch.doc_start, batch.targets)
         ((rows * batch.loss_weights.flatten()).sum() / denominator).backward()
 
     state = {"step": 0}
@@ -114,7 +132,9 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
     clock, curve = learning.Clock(), []
     for stop in learning.points(loader.total_steps):
         clock.run(step, stop - state["step"])
-        nats = learning.measure_rows(loss_rows, corpus, config, device)
+        # other shapes: compiling for them would take longer than running them
+        with torch.compiler.set_stance("force_eager"):
+            nats = learning.measure_rows(model.loss_rows, corpus, config, device)
         curve.append((loader.tokens_before(stop), clock.total, nats))
     return Run(name=kind, point=point, seed=config.train.seed, tokens=loader.total_tokens,
                parameters=learning.count_parameters(model), nats=nats, bits=nats * bits_per_nat,
