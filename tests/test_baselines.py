@@ -137,10 +137,10 @@ def test_gated_delta_is_the_published_rule(bias: float) -> None:
 def test_first_losses_are_those_of_a_tied_head_at_its_start() -> None:
     ids, doc_start = torch.randint(64, (1, CONTEXT)), documents(CONTEXT, STARTS)
     targets = torch.randint(64, (1, CONTEXT))
-    # ln 64 = 4.16, and the tied head sees the input token's own embedding: a logit up to 0.02 D = 1.3 or sqrt(D) = 8
-    for kind, expected in (("dense", 4.2), ("delta", 7.2)):
+    # ln 64 = 4.16; the tied head also sees the input token's own embedding, at most a logit of 0.02 D = 1.3 or sqrt(D)
+    for kind, most in (("dense", 4.5), ("delta", 8.0)):
         loss = build(kind, TINY, CONTEXT).loss_rows(ids, doc_start, targets).mean()
-        assert abs(loss.item() - expected) < 0.7, (kind, loss)
+        assert 4.1 < loss.item() < most, (kind, loss)
 
 
 RATES = {
