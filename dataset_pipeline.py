@@ -4,16 +4,17 @@ What this file is: everything between files on disk and the tensors of one optim
 loss, and never prints: callers print what `describe()` and the returned notes say.
 
 Packing. Documents are concatenated in an order drawn from (seed, epoch); the epochs follow each other in one stream,
-several sources side by side. A row is a window of T stream tokens, the next row starts T tokens later. Each row reads
-T + 3 tokens, so that targets (t + 1) and draft targets (t + 2, t + 3) cross row ends; none crosses a document end:
+several sources side by side. A row is a window of T stream tokens, the next row starts T tokens later; a stage reads
+its rows in shuffled order, or a step would be a few pages of one long document. Each row reads T + 3 tokens, so that
+targets (t + 1) and draft targets (t + 2, t + 3) cross row ends; none crosses a document end:
 
     stream      a a a a | b b b b b b | c c        T = 5
     row 0       a a a a b    targets  a a a - b    doc_start  0 0 0 0 4
     row 1       b b b b b    targets  b b b b -    doc_start  0 0 0 0 0
 
 A document longer than the rest of its row goes on in the next row as a new start (doc_start 0 there): no state is
-carried between rows. Every token but a document's first is a target exactly once an epoch. Where a step begins in the
-stream follows from the stages alone, so a batch is a pure function of (seed, step), whatever the ranks.
+carried between rows. Every token but a document's first is a target exactly once an epoch. Which rows a step reads
+follows from the seed and the stages, so a batch is a pure function of (seed, step), whatever the ranks.
 
 Errors that a user can cause are one-line ValueErrors: what, the value found, the value needed, what to do.
 Letters: B rows of a batch, T tokens of a row, W vocabulary.
@@ -2272,56 +2273,54 @@ class _TokenStream:
         # slices of a memory map cost 2 us each, those of the plain array below it 0.2 us
         self.ids, self.mask = (x.view(np.ndarray) if isinstance(x, np.memmap) else x for x in (tokens.ids, tokens.mask))
 
-    def supervised(self, position: int, count: int, length: int) -> list[float]:
-        """Count supervised targets, and first and second draft targets, of the next `count` tokens in rows."""
-        span, sums = _Span(self, position, count + _LOOKAHEAD), []
-        mask = span.supervised()
-        for ahead in range(1, _LOOKAHEAD + 1):
-            weights = mask[ahead : ahead + count].copy()
-            weights[span.without(ahead, count)] = 0
-            if ahead > 1:
-                weights = weights.reshape(-1, length)[:, ::DRAFT_STRIDE]
-            sums.append(float(np.count_nonzero(weights)))
-        return sums
+    def supervised(self, rows: Sequence[int], length: int) -> list[float]:
+        """Count supervised targets, and first and second draft targets, of the rows that begin at these positions."""
+        sums = np.zeros(_LOOKAHEAD)
+        for row in rows:
+            span = _Span(self, row, length + _LOOKAHEAD)
+            mask = span.supervised()
+            for ahead in range(1, _LOOKAHEAD + 1):
+                weights = mask[ahead : ahead + length].copy()
+                weights[span.without(ahead, length)] = 0
+                sums[ahead - 1] += np.count_nonzero(weights[:: DRAFT_STRIDE if ahead > 1 else 1])
+        return sums.tolist()
 
-    def batch(self, rows: range, byte_lengths: np.ndarray | None = None) -> Batch:
-        """Build neighbouring rows, given as the range of their stream positions, whose step is the row length."""
-        length, shape = rows.step, (len(rows), rows.step)
-        count = len(rows) * length
-        span = _Span(self, rows.start, count + _LOOKAHEAD)
-        ids = span.ids()
-        mask = None if self.tokens.mask is None else span.supervised()
-        ended = span.without(1, count)
-        targets = ids[1 : count + 1].copy()
-        targets[ended] = _IGNORED
-        loss_weights = np.ones(count, np.float32) if mask is None else mask[1 : count + 1].astype(np.float32)
-        loss_weights[ended] = 0
-        drafts = np.empty((2, count), np.int64)
-        for depth in (1, 2):
-            drafts[depth - 1] = ids[1 + depth : 1 + depth + count]
-            drafts[depth - 1, span.without(1 + depth, count)] = _IGNORED
-            if mask is not None:
-                drafts[depth - 1, mask[1 + depth : 1 + depth + count] == 0] = _IGNORED
-        draft_ids = np.stack([ids[1 : 1 + count], ids[2 : 2 + count]])
-        doc_start = np.repeat(span.begins.astype(np.int32), span.counts)[:count].reshape(shape)
-        doc_start -= np.arange(0, count, length, dtype=np.int32)[:, None]  # a start in an earlier row is 0 here
-        np.maximum(doc_start, 0, out=doc_start)
-        inside = np.cumsum(span.counts)
-        heads = np.arange(0, count, length)
-        holding = np.searchsorted(inside, heads, side="right")
-        offsets = [span.pieces[p][1] - int(inside[p]) + int(head) for p, head in zip(holding, heads, strict=True)]
+    def batch(self, rows: Sequence[int], length: int, byte_lengths: np.ndarray | None = None) -> Batch:
+        """Build the rows that begin at these stream positions."""
+        columns = zip(*(self._row(int(row), length) for row in rows), strict=True)
+        ids, targets, draft_ids, draft_targets, loss_weights, doc_start, offsets = columns
+        targets, loss_weights = np.stack(targets), np.stack(loss_weights)
         return Batch(
-            inputs=torch.from_numpy(ids[:count].reshape(shape)),
-            targets=torch.from_numpy(targets.reshape(shape)),
-            draft_ids=torch.from_numpy(draft_ids.reshape(2, *shape)[..., ::DRAFT_STRIDE].copy()),
-            draft_targets=torch.from_numpy(drafts.reshape(2, *shape)[..., ::DRAFT_STRIDE].copy()),
-            loss_weights=torch.from_numpy(loss_weights.reshape(shape)),
-            doc_start=torch.from_numpy(doc_start),
-            supervised=float(np.count_nonzero(loss_weights)),
-            tokens=count,
-            offsets=tuple(offsets),
+            inputs=torch.from_numpy(np.stack(ids)),
+            targets=torch.from_numpy(targets),
+            draft_ids=torch.from_numpy(np.stack(draft_ids, 1)),
+            draft_targets=torch.from_numpy(np.stack(draft_targets, 1)),
+            loss_weights=torch.from_numpy(loss_weights),
+            doc_start=torch.from_numpy(np.stack(doc_start)),
+            supervised=float(loss_weights.sum(dtype=np.float64)),
+            tokens=len(rows) * length,
+            offsets=offsets,
             target_bytes=None if byte_lengths is None else int(byte_lengths[targets[loss_weights > 0]].sum()),
         )
+
+    def _row(self, position: int, length: int) -> tuple[np.ndarray, ...]:
+        """-> ids (T,), targets (T,), draft ids and targets (2, P), weights (T,), doc_start (T,), place in the file"""
+        span = _Span(self, position, length + _LOOKAHEAD)
+        ids = span.ids()
+        mask = None if self.mask is None else span.supervised()
+        ended = span.without(1, length)
+        targets = ids[1 : length + 1].copy()
+        targets[ended] = _IGNORED
+        weights = np.ones(length, np.float32) if mask is None else mask[1 : length + 1].astype(np.float32)
+        weights[ended] = 0
+        drafts = np.stack([ids[1 + depth : 1 + depth + length] for depth in (1, 2)])
+        for depth in (1, 2):
+            drafts[depth - 1, span.without(1 + depth, length)] = _IGNORED
+            if mask is not None:
+                drafts[depth - 1, mask[1 + depth : 1 + depth + length] == 0] = _IGNORED
+        draft_ids = np.stack([ids[1 : 1 + length : DRAFT_STRIDE], ids[2 : 2 + length : DRAFT_STRIDE]])
+        doc_start = np.repeat(span.begins.astype(np.int32), span.counts)[:length]
+        return ids[:length], targets, draft_ids, drafts[:, ::DRAFT_STRIDE], weights, doc_start, span.pieces[0][0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2334,7 +2333,7 @@ class StepPlan:
     tokens: int  # all ranks
     supervised: float  # all ranks: the loss denominator
     draft_supervised: tuple[float, float]  # all ranks: the denominators of both draft depths
-    rows: range  # stream position of each row of this rank
+    rows: np.ndarray  # (rows,) int64, stream position of each row of this rank
     rows_per_batch: int
     stream: _TokenStream = field(repr=False)
 
@@ -2345,10 +2344,13 @@ class StepPlan:
         if not 0 <= index < len(self):
             raise IndexError(f"micro-batch must be in 0..{len(self) - 1}, got {index}")
         begin = index * self.rows_per_batch
-        return self.stream.batch(self.rows[begin : begin + self.rows_per_batch])
+        return self.stream.batch(self.rows[begin : begin + self.rows_per_batch], self.length)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
+
+
+_PACED_BLOCKS = 64  # parts of a paced stage whose rows are shuffled each for itself
 
 
 class PackedSequenceDataLoader:
@@ -2358,7 +2360,8 @@ class PackedSequenceDataLoader:
     every target is seen once an epoch; the sources side by side, so that any stretch of the run has the mixture's
     proportions. Documents longer than the previous tier's rows are laid where the phase-2 stages will read (the longest
     tier chooses first): within each epoch, or with several sources each document's last turn in the run. In the first
-    epoch the others follow their difficulty, if paced, or else, as in all later epochs, hash order.
+    epoch the others follow their difficulty, if paced, or else, as in all later epochs, hash order. A stage reads the
+    rows that this lays out in shuffled order (if paced, each 64th of them for itself).
 
     Args:
         micro_batch_tokens: rows of one micro-batch = max(1, micro_batch_tokens // length).
@@ -2391,6 +2394,7 @@ class PackedSequenceDataLoader:
         self._first_token = [0, *itertools.accumulate(stage.tokens for stage in stages)]
         self.sources = plan_mixture(tokens, self.total_tokens, self.config)
         self.stream = _TokenStream(tokens, self._run_order())
+        self._row_orders = [self._row_order(index) for index in range(len(stages))]
 
     @property
     def total_steps(self) -> int:
@@ -2439,9 +2443,10 @@ class PackedSequenceDataLoader:
         """Return the plan of an optimizer step: totals now, micro-batches when iterated."""
         _require(0 <= step < self.total_steps, f"step must be in 0..{self.total_steps - 1}, got {step}")
         index = bisect.bisect_right(self._first_step, step) - 1
-        stage, position = self.stages[index], self.tokens_before(step)
-        supervised, *drafts = self.stream.supervised(position, stage.tokens_per_step, stage.length)
-        rows = range(position, position + stage.tokens_per_step, stage.length)
+        stage, count = self.stages[index], self.stages[index].tokens_per_step // self.stages[index].length
+        begin = (step - self._first_step[index]) * count
+        rows = self._first_token[index] + self._row_orders[index][begin : begin + count] * stage.length
+        supervised, *drafts = self.stream.supervised(rows, stage.length)
         part = slice(*(len(rows) * r // self.world_size for r in (self.rank, self.rank + 1)))
         return StepPlan(
             step=step,
@@ -2454,6 +2459,14 @@ class PackedSequenceDataLoader:
             rows_per_batch=max(1, self.micro_batch_tokens // stage.length),
             stream=self.stream,
         )
+
+    def _row_order(self, index: int) -> np.ndarray:
+        """(rows of the stage,) the order in which its rows are read: all of them shuffled, or neighbours if paced."""
+        stage = self.stages[index]
+        count = stage.tokens // stage.length
+        shuffled = _hash_indices(count, "rows", self.seed, index)
+        block = count if self.config.pace == "none" else max(1, count // _PACED_BLOCKS)
+        return np.lexsort((shuffled, np.arange(count) // block))
 
     def _run_order(self) -> np.ndarray:
         """(presentations,) document numbers of the whole run and of what its last row looks ahead to."""
@@ -2643,9 +2656,9 @@ def validation_batches(
     whole = range(0, count - length + 1, length)
     per_batch = max(1, micro_batch_tokens // length)
     for i in range(0, len(whole), per_batch):
-        yield stream.batch(whole[i : i + per_batch], byte_lengths)
+        yield stream.batch(whole[i : i + per_batch], length, byte_lengths)
     if rest := count - len(whole) * length:
-        yield stream.batch(range(count - rest, count, rest), byte_lengths)
+        yield stream.batch([count - rest], rest, byte_lengths)
 
 
 def token_byte_lengths(tokens: TokenFile) -> np.ndarray:

@@ -291,8 +291,36 @@ def test_empty_windows_and_steps_have_weight_zero(tmp_path):
     """B036: a window, then a whole step, without a supervised token."""
     tokens = file_of(tmp_path, [40], [0] * 30 + [1] * 10)
     loader = dp.PackedSequenceDataLoader(tokens, [stage(5, 4, 2)], seed=0, micro_batch_tokens=5)
-    assert [loader.step_batches(s).supervised for s in range(4)] == [0, 0, 1, 9]
-    assert [b.supervised for b in loader.step_batches(2)] == [0, 1]
+    # rows of 5 by stream position; a step is two of them, in shuffled order
+    known = dict(zip(range(0, 40, 5), [0, 0, 0, 0, 0, 1, 5, 4], strict=True))
+    seen = []
+    for step in range(4):
+        plan = loader.step_batches(step)
+        assert [b.supervised for b in plan] == [known[row] for row in plan.rows.tolist()]
+        assert plan.supervised == sum(known[row] for row in plan.rows.tolist())
+        seen += plan.rows.tolist()
+    assert sorted(seen) == list(known)
+
+
+def test_rows_of_a_stage_are_shuffled_and_those_of_a_paced_one_near_their_place(tmp_path):
+    """A long document does not fill consecutive steps; the loss of a step would be that of one text."""
+    tokens = file_of(tmp_path, [4096, 50, 50])
+    stages = [stage(4, 128, 4), stage(8, 64, 4)]
+    loader = dp.PackedSequenceDataLoader(tokens, stages, seed=3, micro_batch_tokens=16)
+    rows = np.concatenate([loader.step_batches(s).rows for s in range(loader.total_steps)])
+    # each stage reads its own part of the stream, each row once
+    assert sorted(rows[:512]) == list(range(0, 2048, 4)) and sorted(rows[512:]) == list(range(2048, 4096, 8))
+    # a shuffled row lies a third of the stage from its place on average, in steps of any four hardly two are neighbours
+    assert abs(np.abs(rows[:512] - np.arange(0, 2048, 4)).mean() / 2048 - 1 / 3) < 0.04
+    steps = np.sort(rows[:512].reshape(-1, 4))
+    assert (np.diff(steps) == 4).mean() < 0.03
+    other = dp.PackedSequenceDataLoader(tokens, stages, seed=4, micro_batch_tokens=16)
+    assert (other.step_batches(0).rows != rows[:4]).any()
+    paced = dp.PackedSequenceDataLoader(
+        tokens, stages, seed=3, micro_batch_tokens=16, config=dp.CurriculumConfig(pace="length")
+    )
+    near = np.concatenate([paced.step_batches(s).rows for s in range(128)])
+    assert 0 < np.abs(near - np.arange(0, 2048, 4)).max() < 2048 / 64
 
 
 def test_batches_are_a_function_of_seed_and_step(tmp_path):

@@ -198,7 +198,7 @@ def test_training_rows_are_whole_documents_first_short_then_long() -> None:
 
 def test_the_loader_presents_rows_in_the_order_written(tmp_path: Path) -> None:
     documents = training_documents(TASKS["associative"], 40, ROW, seed=0)
-    write_in_order(tmp_path / "task.bin", documents, ALPHABET.vocab_size, 5)
+    write_in_order(tmp_path / "task.bin", documents, ALPHABET.vocab_size, 5, ROW)
     tokens, config = open_tokens(tmp_path / "task.bin"), tiny(ALPHABET.vocab_size, steps=10)
     stages, _ = build_curriculum(len(tokens), config.curriculum, max_context_len=4096)
     loader = PackedSequenceDataLoader(tokens, stages, seed=5, micro_batch_tokens=4 * ROW, config=config.curriculum)
@@ -312,7 +312,7 @@ class Reader(torch.nn.Module):
         logits = self.embedding(ids) @ self.embedding.weight.T
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
-    def hidden(self, ids: torch.Tensor, doc_start: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, doc_start: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(*ids.shape, self.embedding.weight.shape[0])
         for row, values in enumerate(ids.tolist()):
             told, ask = read_facts(values)
@@ -350,14 +350,14 @@ def test_needle_takes_a_baseline_through_the_seam(
 ) -> None:
     built = []
 
-    def build(name: str, config: Config, context: int, *, window: int, anchors: int) -> Reader:
-        built.append((name, context, window, anchors))
-        return Reader(config.model.vocab_size)
+    def build(name: str, config: ModelConfig, context: int) -> Reader:
+        built.append((name, context, config.sliding_window_size))
+        return Reader(config.vocab_size)
 
     monkeypatch.setitem(sys.modules, "baselines", Namespace(build=build))
     assert run_small("needle", tmp_path, monkeypatch, "--model", "dense") == 0
     record = last_json(capsys.readouterr().out)
-    assert built == [("dense", 128, WINDOW, ANCHORS)]
+    assert built == [("dense-window", 128, WINDOW)]
     assert all(cell["accuracy"] > 0.9 for cell in record["cells"]) and len(record["cells"]) == 2 * len(DEPTHS)
     assert (tmp_path / "needle-dense.png").stat().st_size > 5000
 
@@ -366,7 +366,7 @@ def test_a_tiny_model_learns_to_recall_past_its_window_and_its_rows(tmp_path: Pa
     window, row, steps = 32, 64, 98
     alphabet, _ = make_alphabets(16, None)
     task = Associative(alphabet, 2, (2, 4))
-    write_in_order(tmp_path / "t.bin", training_documents(task, steps * 8, row, seed=0), 16, 0)
+    write_in_order(tmp_path / "t.bin", training_documents(task, steps * 8, row, seed=0), 16, 0, row)
     config = tiny(16, window=window, anchors=2, row=row, step=512, steps=steps)
     model = train_hybrid(config, open_tokens(tmp_path / "t.bin"), tmp_path / "run")
     cells = score_associative(hybrid_predictor(model), task, [2 * window, 4 * window], row, seed=0)

@@ -234,22 +234,33 @@ def training_documents(task: Task, rows: int, row: int, seed: int) -> list[Docum
     return documents
 
 
-def write_in_order(path: Path, documents: list[Document], vocab_size: int, seed: int) -> None:
-    """Write a token file whose first epoch under `seed` presents the documents in the order given.
+def write_in_order(path: Path, documents: list[Document], vocab_size: int, seed: int, row: int) -> None:
+    """Write a token file whose first epoch under `seed`, in rows of `row` tokens, presents the documents in this order.
 
-    The loader's permutation depends on the seed and the number of documents only: it is read off a file of two tokens
-    a document, and undone.
+    The loader's permutations depend on the seed and on the numbers of documents and rows only: they are read off a file
+    of two tokens a document and one of two tokens a row, and undone.
     """
-    count = len(documents)
+    ends = np.cumsum([len(document.ids) for document in documents])
+    rows = np.split(np.arange(len(documents)), np.flatnonzero(ends % row == 0) + 1)[:-1]
+    laid: list[np.ndarray] = [np.zeros(0, np.int64)] * len(rows)
+    for place, members in zip(_probe(path, len(rows), seed)[1], rows, strict=True):
+        laid[place] = members
+    documents = [documents[i] for i in np.concatenate(laid)]
+    placed: list[Document | None] = [None] * len(documents)
+    for number, document in zip(_probe(path, len(documents), seed)[0], documents, strict=True):
+        placed[number] = document
+    write_tokens(path, (d.ids for d in placed), masks=(d.mask for d in placed), vocab_size=vocab_size)
+
+
+def _probe(path: Path, count: int, seed: int) -> tuple[list[int], list[int]]:
+    """-> order of `count` documents in the stream, and order in which as many rows of it are read"""
     probe = path.with_name("probe.bin")
     np.zeros(2 * count, "<u2").tofile(probe)
     np.arange(2, 2 * count + 2, 2, dtype="<u8").tofile(probe.with_suffix(".ends.bin"))
     stage = CurriculumStage(length=2, tokens=2 * count, tokens_per_step=2, steps=count)
     loader = PackedSequenceDataLoader(open_tokens(probe, dtype="uint16"), [stage], seed=seed, micro_batch_tokens=2)
-    placed: list[Document | None] = [None] * count
-    for number, document in zip(loader.stream.order[:count].tolist(), documents, strict=True):
-        placed[number] = document
-    write_tokens(path, (d.ids for d in placed), masks=(d.mask for d in placed), vocab_size=vocab_size)
+    rows = [int(loader.step_batches(step).rows[0]) // 2 for step in range(count)]
+    return loader.stream.order[:count].tolist(), rows
 
 
 # ---------------------------------------------------------------------------
@@ -306,11 +317,10 @@ def most_likely(hidden: Tensor, embedding: Tensor) -> Tensor:
 
 
 def dense_baseline(config: Config, context: int) -> nn.Module:
-    """Build the dense baseline with the product's window and anchors, for rows of up to `context` tokens."""
+    """Build the dense baseline with the product's window, for rows of up to `context` tokens."""
     from baselines import build
 
-    window, anchors = config.model.sliding_window_size, config.model.anchor_tokens
-    return build("dense", config, context, window=window, anchors=anchors)
+    return build("dense-window", config.model, context)
 
 
 def train_dense(model: nn.Module, config: Config, tokens: TokenFile, peak: float) -> nn.Module:
@@ -349,13 +359,13 @@ def train_dense(model: nn.Module, config: Config, tokens: TokenFile, peak: float
 
 
 def dense_predictor(model: nn.Module) -> Predictor:
-    """Answer with a baseline, whole rows at once; its `embedding` is a module with a weight, or the matrix itself."""
-    matrix = getattr(model.embedding, "weight", model.embedding)
+    """Answer with a baseline, whole rows at once."""
+    matrix = model.embedding.weight
 
     @torch.no_grad()
     def predict(ids: Tensor, where: Tensor) -> Tensor:
         doc_start = torch.zeros_like(ids, dtype=torch.int32, device=matrix.device)
-        hidden = model.hidden(ids.to(matrix.device), doc_start)
+        hidden = model(ids.to(matrix.device), doc_start)
         return most_likely(hidden[where.to(matrix.device)], matrix).cpu()
 
     return predict
@@ -379,7 +389,8 @@ def obtain_predictor(arguments: argparse.Namespace, task: Task, longest: int) ->
     rows = arguments.tokens // per_step * per_step // arguments.row
     with tempfile.TemporaryDirectory() as folder:
         path, begin = Path(folder) / "task.bin", time.perf_counter()
-        write_in_order(path, training_documents(task, rows, arguments.row, arguments.seed), vocab_size, arguments.seed)
+        write_in_order(path, training_documents(task, rows, arguments.row, arguments.seed), vocab_size, arguments.seed,
+                       arguments.row)  # fmt: skip
         tokens = open_tokens(path)
         made = time.perf_counter()
         if arguments.model == "hybrid":
