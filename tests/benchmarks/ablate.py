@@ -8,7 +8,6 @@ the product holds no switch for what it does not do. Positive nats: the variant 
 tokens for all; seeds of one configuration differ by about 0.004.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -222,24 +221,14 @@ def _fields(section: object) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser = learning.parser(__doc__, tokens=6_553_600)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--tokens", type=int, default=6_553_600)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--val-tokens", type=int, default=300_000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=sorted({v.reading for v in VARIANTS}), help="readings to run")
-    parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
-    out = Path(arguments.out)
-    out.mkdir(parents=True, exist_ok=True)
-    corpus = learning.Corpus.open(arguments.data, arguments.val_tokens)
+    learning.CURVE_POINTS = 1
+    corpus, out = learning.begin(arguments)
     config = learning.product_config(arguments.preset, corpus, tokens=arguments.tokens, context=arguments.context,
                                      seed=arguments.seed)  # fmt: skip
-    print(learning.title(corpus, arguments.context))
-    print(learning.HEADER)
-    learning.CURVE_POINTS = 1
     runs = [learning.train_product(config, corpus, name="as it is")]
     for variant in VARIANTS:
         if arguments.only is None or variant.reading in arguments.only:

@@ -15,7 +15,6 @@ at parts of the tokens too: where its loss at the end of a part meets a recipe's
 share that it needs. Prints the grids, a table and the shares; writes learn-PRESET.png and learn-PRESET.jsonl.
 """
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -182,23 +181,14 @@ def draw(best: dict[str, list[Run]], parts: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser = learning.parser(__doc__, tokens=9_961_472)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--tokens", type=int, default=9_961_472)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--val-tokens", type=int, default=300_000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first one tunes")
     parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=list(RECIPES))
     parser.add_argument("--fixed", action="store_true", help="take every recipe's starting point, without a search")
-    parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     _check_own_arithmetic()
-    out = Path(arguments.out)
-    out.mkdir(parents=True, exist_ok=True)
-    corpus = Corpus.open(arguments.data, arguments.val_tokens)
-    print(learning.title(corpus, arguments.context))
-    print(learning.HEADER)
+    corpus, out = learning.begin(arguments)
     bits_per_nat = learning.bits_per_nat(corpus, arguments.context)
     runs: list[Run] = []
 

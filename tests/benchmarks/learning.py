@@ -6,6 +6,7 @@ TrainingEngine; its terminal average is what is measured at the end. Seconds are
 first step (compilation) and the second (recording) are left out, and counted as two mean steps.
 """
 
+import argparse
 import gc
 import json
 import math
@@ -232,6 +233,28 @@ def write_runs(path: Path, runs: Iterable[Run]) -> None:
 def read_runs(path: Path) -> list[Run]:
     """Read what write_runs stored."""
     return [Run(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def parser(doc: str | None, *, tokens: int, context: int = 2048) -> argparse.ArgumentParser:
+    """Return the command line that the learning benchmarks share."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--data", required=True, help="token file of prepare; tokens.val.bin lies beside it")
+    made.add_argument("--tokens", type=int, default=tokens)
+    made.add_argument("--context", type=int, default=context)
+    made.add_argument("--val-tokens", type=int, default=300_000)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--out", required=True)
+    return made
+
+
+def begin(arguments: argparse.Namespace) -> tuple[Corpus, Path]:
+    """Open the corpus and the folder of results, and print what every number of the table needs beside it."""
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = Corpus.open(arguments.data, arguments.val_tokens)
+    print(title(corpus, arguments.context))
+    print(HEADER)
+    return corpus, out
 
 
 def axes(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4.5)):
