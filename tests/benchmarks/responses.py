@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 import main as product  # noqa: E402
 from custom_kernels import fused_chunked_cross_entropy  # noqa: E402
 from dataset_pipeline import (  # noqa: E402
+    DRAFT_STRIDE,
     TokenFile,
     decode_bytes,
     encode_chat,
@@ -242,8 +243,10 @@ def prove_mask(tokens: TokenFile, length: int = 256) -> dict:
         return max((x - y).abs().max().item() for x, y in zip(gradients(other), given, strict=True))
 
     given = gradients(targets)
-    # the draft's target at depth d is the target of the position d places on
-    drafted = [(batch.draft_targets[d - 1, 0, :-d] >= 0) & prompt[d:] for d in (1, 2)]
+    # the draft's target at depth d, at every DRAFT_STRIDE-th place, is the target of the position d places on
+    places = torch.arange(0, length, DRAFT_STRIDE)
+    places = places[places + 2 < length]
+    drafted = [(batch.draft_targets[d - 1, 0, : len(places)] >= 0) & prompt[places + d] for d in (1, 2)]
     return {
         "prompt_positions": int(prompt.sum()), "answer_positions": int((~prompt).sum()),
         "logit_gradient_at_prompts": at_logits[prompt].max().item(),
