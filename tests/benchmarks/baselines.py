@@ -351,8 +351,10 @@ class _Stepper:
         )  # fmt: skip
         if orthogonal:
             # at rate 1 and without decay: _step_matrices applies both, as this class reads its rate on the host
-            self.muon = torch.optim.Muon(self.matrices, lr=1.0, weight_decay=0.0, momentum=0.95, nesterov=True,
-                                         adjust_lr_fn="match_rms_adamw")  # fmt: skip
+            self.muon = torch.optim.Muon(
+                self.matrices, lr=1.0, weight_decay=0.0, momentum=rates.get("momentum", 0.95), nesterov=True,
+                adjust_lr_fn="match_rms_adamw",
+            )  # fmt: skip
 
     def step(self, multiplier: float, fraction: float = 1.0, run: Run = _eager) -> None:
         """Move every parameter at its peak rate * multiplier; run may record the device work (fraction: see dual)."""

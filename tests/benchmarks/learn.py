@@ -9,15 +9,16 @@
     delta     gated delta networks, three layers to one of windowed attention, with the product's optimizer and schedule
 
 All have the same parameters (2 %), batches in the same order, and a whole schedule for their number of tokens. Every
-rate (and the warm-up, where the recipe has one) is tuned with seed 0: from a start, neighbours on a doubling grid are
-tried until the best point has worse ones on both sides of each. Then every seed runs at the best point, and the product
-at parts of the tokens too: where its loss at the end of a part meets a recipe's loss at the end of all tokens is the
-share that it needs. Prints the grids, a table and the shares; writes learn-PRESET.png and learn-PRESET.jsonl.
+rate, the momentum and the warm-up (where the recipe has one) are tuned with the first seed: from a start, neighbours on
+a doubling grid are tried until the best point has worse ones on both sides of each, or is the ladder's end. Then every
+seed runs at the best point, and the product at parts of the tokens too: where its loss at the end of a part meets a
+recipe's loss at the end of all tokens is the share that it needs. Prints the grids, a table and the shares; writes
+learn-PRESET.png and learn-PRESET.jsonl.
 """
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,26 +36,35 @@ from model_config import Config  # noqa: E402
 from scheduler import WarmupStableDecayScheduler  # noqa: E402
 from train_engine import RecordedWork  # noqa: E402
 
-WARMUPS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
+# axes that are no doubling grid, by index
+LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4)}
 SHARES = (1 / 3, 0.5, 0.8, 0.9)  # of the tokens, for the product
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to train: where its search begins. Grid point i of a rate is unit * 2^i; of the warm-up, WARMUPS[i]."""
+    """A way to train: where its search begins. Grid point i of a rate is unit * 2^i, of the others LADDERS[axis][i]."""
 
     start: dict[str, int]
     units: dict[str, float]
 
     def point(self, indices: dict[str, int]) -> dict[str, float]:
-        return {k: WARMUPS[i] if k == "warm-up" else self.units[k] * 2.0**i for k, i in indices.items()}
+        return {k: LADDERS[k][i] if k in LADDERS else self.units[k] * 2.0**i for k, i in indices.items()}
 
 
 RECIPES = {
-    "hybrid": Recipe({"matrix": 0, "embedding": 0}, {"matrix": 0.06, "embedding": 0.06}),
+    "hybrid": Recipe(
+        {"matrix": 0, "embedding": 0, "momentum": 0, "vector": 0},
+        {"matrix": 0.06, "embedding": 0.06, "vector": 0.004},
+    ),
     "adamw": Recipe({"warm-up": 3, "matrix": 0, "embedding": 0}, {"matrix": 2e-3, "embedding": 4e-3}),
-    "muon": Recipe({"warm-up": 2, "matrix": 0, "embedding": 0}, {"matrix": 1e-2, "embedding": 4e-3}),
-    "delta": Recipe({"matrix": 0, "embedding": 0}, {"matrix": 0.06, "embedding": 3e-3}),
+    "muon": Recipe(
+        {"warm-up": 2, "matrix": 0, "embedding": 0, "momentum": 0}, {"matrix": 5e-3, "embedding": 4e-3}
+    ),
+    "delta": Recipe(
+        {"matrix": 0, "embedding": 0, "momentum": 0, "vector": 0},
+        {"matrix": 0.06, "embedding": 0.016, "vector": 0.004},
+    ),
 }
 
 
@@ -100,9 +110,11 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader = learning.loader_for(config, corpus)
     model = _fresh_model("delta" if kind == "delta" else "dense", config, device)
-    rates = {"vector": config.optimizer.vector_lr if kind == "delta" else point["embedding"], **point}
-    made = {"adamw": baselines.adamw, "muon": baselines.muon}
-    optimizer = baselines.dual(model, rates, config.optimizer) if kind == "delta" else made[kind](model, rates)
+    rates = {"vector": point["embedding"], **point}
+    if kind == "delta":
+        optimizer = baselines.dual(model, rates, replace(config.optimizer, momentum=point["momentum"]))
+    else:
+        optimizer = {"adamw": baselines.adamw, "muon": baselines.muon}[kind](model, rates)
     scheduler = WarmupStableDecayScheduler(config.schedule)
     recorded = RecordedWork(device.type == "cuda")
     denominator = torch.zeros((), device=device)
@@ -142,7 +154,8 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
 
 def train_hybrid(point: dict[str, float], config: Config, corpus: Corpus) -> Run:
     """Train the product at a grid point; matrix is the spectral norm of a square matrix's step."""
-    values = {"spectral_lr": point["matrix"], "embedding_lr": point["embedding"]}
+    fields = {"matrix": "spectral_lr", "embedding": "embedding_lr", "vector": "vector_lr", "momentum": "momentum"}
+    values = {fields[name]: value for name, value in point.items()}
     return learning.train_product(config.with_values(values), corpus, point=point)
 
 
@@ -215,7 +228,7 @@ def main() -> None:
         if arguments.fixed:
             value(recipe.start)
         else:
-            learning.search(recipe.start, value, {"warm-up": range(len(WARMUPS))})
+            learning.search(recipe.start, value, {axis: range(len(ladder)) for axis, ladder in LADDERS.items()})
         chosen = min(tried.values(), key=lambda run: run.nats)
         best[kind] = [chosen, *(train(kind, chosen.point, seed) for seed in arguments.seeds[1:])]
     parts = []
