@@ -259,8 +259,8 @@ def test_a_carry_that_does_not_repeat_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def uneven_mask(count: int) -> list[int]:
-    """One supervised token in the first row of a step, all of them in the second."""
-    return [int(i % 32 >= 17 or i % 32 == 5) for i in range(count)]
+    """All targets supervised in every third row of 16, one in the others: step 0 reads one of each kind."""
+    return [int((i - 1) // 16 % 3 == 1 or i % 16 == 5) for i in range(count)]
 
 
 def test_micro_batches_and_ranks_share_one_denominator_b034(tmp_path: Path) -> None:
@@ -293,7 +293,8 @@ def test_logged_loss_is_the_mean_over_supervised_tokens(tmp_path: Path) -> None:
             total += (ce * batch.loss_weights.flatten()).sum().item()
             right += ((logits.argmax(-1) == batch.targets) * batch.loss_weights).sum().item()
     engine.train_step()
-    assert engine.state.weight == step_plan.supervised == 16
+    counts = [batch.supervised for batch in batches]
+    assert engine.state.weight == step_plan.supervised == sum(counts) and len(set(counts)) == 2
     assert engine._sums[0].item() == pytest.approx(total, rel=1e-5)
     assert engine._sums[1].item() == right
 
@@ -304,7 +305,8 @@ def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
 
 
 def test_a_step_without_targets_moves_nothing_and_is_counted_b036(tmp_path: Path) -> None:
-    mask = [int(not 65 <= i <= 96) for i in range(900)]  # the targets of step 2
+    rows = make_engine(tiny_config(average=1.0), one_document(tmp_path)).loader.step_batches(2).rows
+    mask = [int(not any(row < i <= row + 16 for row in rows)) for i in range(900)]  # without the targets of step 2
     engine = make_engine(tiny_config(average=1.0), token_file(tmp_path, [pattern(900)], [mask]))
     engine.train_step()
     engine.train_step()
