@@ -3573,7 +3573,7 @@ def _fp4_row_scale_kernel(
     tl.store(global_ptr + o_row, b_global, mask=o_row < rows)
 
 
-@_jit_dynamic("rows", "seed")
+@_jit_dynamic("rows")
 def _fp4_quantize_kernel(
     x_ptr,
     signs_ptr,
@@ -3585,7 +3585,7 @@ def _fp4_quantize_kernel(
     padded_width,
     stride_row,
     stride_col,
-    seed,
+    seed_ptr,
     HADAMARD: tl.constexpr,
     PER_ROW: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -3616,7 +3616,7 @@ def _fp4_quantize_kernel(
     s = _e4m3_decode(b_code)[:, :, None]
     if STOCHASTIC:
         step = tl.where(b_abs < 2.0 * s, 0.5, tl.where(b_abs < 4.0 * s, 1.0, 2.0))
-        u = tl.reshape(_microscaled_noise(seed, STREAM, i_row, i_block, ROWS), (ROWS, 4, 32))
+        u = tl.reshape(_microscaled_noise(tl.load(seed_ptr), STREAM, i_row, i_block, ROWS), (ROWS, 4, 32))
         a = b_abs + u * (step * s)
         mag = (a >= 0.5 * s).to(tl.int32) + (a >= s).to(tl.int32) + (a >= 1.5 * s).to(tl.int32)
         mag += (a >= 2.0 * s).to(tl.int32) + (a >= 3.0 * s).to(tl.int32)
@@ -3724,10 +3724,11 @@ def _philox_torch(key: int, counter: tuple[Tensor, ...]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def _microscaled_noise_torch(seed: int, stream: int, rows: int, width: int, device: torch.device) -> Tensor:
+def _microscaled_noise_torch(seed: int | Tensor, stream: int, rows: int, width: int, device: torch.device) -> Tensor:
     row = torch.arange(rows, device=device)[:, None].expand(rows, width // 4)
     quad = torch.arange(width // 4, device=device)[None, :].expand(rows, width // 4)
-    words = torch.stack(_philox_torch(seed, (quad, row, torch.full_like(row, stream), torch.zeros_like(row))), dim=-1)
+    counter = quad, row, torch.full_like(row, stream), torch.zeros_like(row)
+    words = torch.stack(_philox_torch(int(seed), counter), dim=-1)
     return ((words >> 13).double() + 0.5).reshape(rows, width) * 2.0**-19
 
 
@@ -3798,7 +3799,7 @@ class PackedFP4:
 
 
 def _fp4_quantize_torch(
-    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool, seed: int, stream: int
+    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool, seed: int | Tensor, stream: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The values of the kernel, bit for bit in float32; x (rows, width), any width."""
     rows, width = x.shape
@@ -3827,7 +3828,7 @@ def _fp4_quantize_torch(
 
 
 def _fp4_quantize(
-    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool = False, seed: int = 0, stream: int = 0
+    x: Tensor, signs: Tensor | None, per_row: bool, stochastic: bool = False, seed: int | Tensor = 0, stream: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and global scale of x (rows, width), strided as it comes; the width is padded to 128 by zeros."""
     if not _uses_kernel(x):
@@ -3840,6 +3841,8 @@ def _fp4_quantize(
     row_tiles = triton.cdiv(rows, _MICROSCALED_ROWS)
     shared = dict(rows=rows, width=width, stride_row=x.stride(0), stride_col=x.stride(1), HADAMARD=signs is not None)
     signs_or_x = x if signs is None else signs
+    if stochastic and not isinstance(seed, Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=x.device)
     _fp4_row_scale_kernel[(row_tiles,)](
         x_ptr=x,
         signs_ptr=signs_or_x,
@@ -3858,7 +3861,7 @@ def _fp4_quantize(
         codes_ptr=codes,
         scales_ptr=scales,
         padded_width=blocks * _HADAMARD_BLOCK,
-        seed=seed,
+        seed_ptr=seed if stochastic else x,
         **shared,
         PER_ROW=per_row,
         STOCHASTIC=stochastic,
@@ -3874,7 +3877,7 @@ def quantize_fp4(
     *,
     signs: Tensor | None = None,
     stochastic: bool = False,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     per_row_scale: bool = False,
 ) -> PackedFP4:
     """Pack x (..., width) into FP4: E2M1 values, an E4M3 scale per 32 along the last dim, a power of two above.
@@ -3893,8 +3896,12 @@ def quantize_fp4(
     return PackedFP4(codes, scales, global_scale, signs, tuple(x.shape))
 
 
-def _require_seed(seed: int) -> None:
-    _require(isinstance(seed, int) and 0 <= seed < 2**63, f"seed must be an integer in [0, 2**63), got {seed!r}")
+def _require_seed(seed: int | Tensor) -> None:
+    if isinstance(seed, Tensor):
+        found = f"a tensor seed must be one int64, got {tuple(seed.shape)} {seed.dtype}"
+        _require(seed.dim() == 0 and seed.dtype == torch.int64, found)
+    else:
+        _require(isinstance(seed, int) and 0 <= seed < 2**63, f"seed must be an integer in [0, 2**63), got {seed!r}")
 
 
 def _fp4_values_torch(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -4234,12 +4241,13 @@ class _MicroscaledFP4Gemm(torch.autograd.Function):
         return dx, dweight, None
 
 
-def microscaled_fp4_gemm(x: Tensor, weight: Tensor | PackedFP4, *, seed: int = 0) -> Tensor:
+def microscaled_fp4_gemm(x: Tensor, weight: Tensor | PackedFP4, *, seed: int | Tensor = 0) -> Tensor:
     """Multiply x (..., in) by weight (out, in) transposed in FP4, both rotated and quantised: (..., out) in x's dtype.
 
     weight: a float tensor, quantised here, or a PackedFP4 (then without a gradient). "in" is a multiple of 128.
     Gradients are products of the same kind; the incoming gradient is rounded stochastically, driven by seed, whose
-    noise has no other use. Format and recipe: arXiv 2509.25149, here with blocks of 32.
+    noise has no other use: a number, or a 0-d int64 tensor on x's device that the kernels read (a recorded step draws
+    new noise by it). Format and recipe: arXiv 2509.25149, here with blocks of 32.
     """
     _require_microscaled_input("x", x)
     _require_seed(seed)
@@ -4532,8 +4540,9 @@ class Projection(nn.Module):
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
         self.precision = precision
         self.delayed_scale = DelayedScale() if precision == "fp8" else None
-        # drives the stochastic rounding of fp4 gradients; the training engine sets it anew each step
-        self.rounding_seed = 0
+        # drives the stochastic rounding of fp4 gradients; the training engine fills it anew each step
+        seed = torch.zeros((), dtype=torch.int64) if precision == "fp4" else None
+        self.register_buffer("rounding_seed", seed, persistent=False)
         self.packed: PackedFP4 | None = None
 
     @torch.no_grad()

@@ -428,7 +428,7 @@ class HybridLanguageModel(nn.Module):
         """Give every 4-bit projection its own noise for a step's stochastic rounding, the same in a recomputation."""
         narrow = [m for m in self.modules() if isinstance(m, Projection) and m.precision == "fp4"]
         for i, projection in enumerate(narrow):
-            projection.rounding_seed = step * len(narrow) + i
+            projection.rounding_seed.fill_(step * len(narrow) + i)
 
     def parameter_table(self) -> list[ParameterSpec]:
         """List every parameter once with its role, fan-in and fan-out."""

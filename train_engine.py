@@ -1304,8 +1304,7 @@ class TrainingEngine:
         self._report: StepReport | None = None
         # denominators of the step's losses: main, draft 1, draft 2
         self._denominators = torch.zeros(3, dtype=torch.float64, device=self.device)
-        # 4-bit gradients draw new noise every step from a seed that the launch carries
-        self._recorded = RecordedWork(self.device.type == "cuda" and not config.precision.precision.startswith("fp4"))
+        self._recorded = RecordedWork(self.device.type == "cuda")
         self._places: dict[tuple[int, ...], Batch] = {}
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future] | None = None

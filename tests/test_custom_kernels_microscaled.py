@@ -252,6 +252,8 @@ def test_microscaled_stochastic_rounding_is_a_function_of_seed_and_index(device)
     again = quantize_fp4(x, stochastic=True, seed=9, per_row_scale=True)
     other = quantize_fp4(x, stochastic=True, seed=10, per_row_scale=True)
     high = quantize_fp4(x, stochastic=True, seed=9 + (1 << 40), per_row_scale=True)
+    placed = quantize_fp4(x, stochastic=True, seed=torch.tensor(9 + (1 << 40), device=device), per_row_scale=True)
+    assert torch.equal(placed.codes, high.codes)
     head = quantize_fp4(x[:3], stochastic=True, seed=9, per_row_scale=True)
     assert torch.equal(first.codes, again.codes) and torch.equal(first.codes[:3], head.codes)
     assert not torch.equal(first.codes, other.codes) and not torch.equal(first.codes, high.codes)
@@ -634,7 +636,7 @@ def microscaled_compile_cases():
         for stochastic, unit, archs in ((False, "stride_col", (90,)), (True, "stride_row", every)):
             types = {"x_ptr": x, "signs_ptr": "*i8", "global_ptr": "*fp32", "codes_ptr": "*u8", "scales_ptr": "*u8"}
             constants = {"HADAMARD": True, "PER_ROW": True, "STOCHASTIC": stochastic, "STREAM": 1, "ROWS": 32, unit: 1}
-            types |= {**strided, "padded_width": "i32", "seed": "i64"}
+            types |= {**strided, "padded_width": "i32", "seed_ptr": "*i64"}
             cases.append(("_fp4_quantize_kernel", types, constants, warps, archs))
         mantissa, lowest, top, limit = custom_kernels._FP8_FORMATS["e5m2"]
         types = {"x_ptr": x, "scale_ptr": "*fp32", "codes_ptr": "*u8", "exponents_ptr": "*u8", "amax_ptr": "*fp32"}
@@ -675,7 +677,7 @@ def microscaled_compile(name, types, constants, options, arch):
     constants = {k: v for k, v in constants.items() if k not in ("num_warps", "num_stages")}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    varying = ("rows", "M", "size", "seed")
+    varying = ("rows", "M", "size")
     divisible = [i for i, n in enumerate(names) if n not in varying and signature[n] != "constexpr"]
     source = ASTSource(
         fn=kernel,

@@ -186,13 +186,14 @@ def test_resume_is_bit_identical_on_the_gpu(tmp_path: Path, precision: str, micr
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "precision, recompute", [("fp32", "none"), ("bf16", "layer"), ("bf16", "ffn"), ("fp8", "none")]
+    "precision, recompute",
+    [("fp32", "none"), ("bf16", "layer"), ("bf16", "ffn"), ("fp8", "none"), ("fp4-emulated", "none")],
 )
 def test_recorded_steps_are_the_launched_ones_bit_for_bit(tmp_path: Path, precision: str, recompute: str) -> None:
     """Over warm-up, conditioning and its end; three rows in micro-batches of two: two shapes are recorded."""
     tokens = many_documents(tmp_path)
     config = tiny_config(steps=12, row=48, rows=3, micro=96, window=24, recompute=recompute)
-    if precision == "fp8":
+    if precision in ("fp8", "fp4-emulated"):
         wide = replace(config.model, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=128, num_query_heads=4,
                        recurrent_heads=4)  # fmt: skip
         config = replace(config, model=wide)
