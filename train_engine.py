@@ -1383,10 +1383,10 @@ class TrainingEngine:
         """Return the main loss of hidden (B, t, D); the draft head's is taken back here, for it ends at `hidden`."""
         scale, embedding = self.config.model.logit_scale, self.model.embedding
         supervised, *draft_supervised = self._denominators.unbind()
-        if self.model.draft is not None:
+        # the row's places 0, DRAFT_STRIDE, ... that lie in this part; a short last segment may have none
+        places = slice(-(-part.start // DRAFT_STRIDE), -(-part.stop // DRAFT_STRIDE))
+        if self.model.draft is not None and places.start < places.stop:
             weights = (self.config.train.draft_loss_weight_1, self.config.train.draft_loss_weight_2)
-            # the row's places 0, DRAFT_STRIDE, ... that lie in this part
-            places = slice(-(-part.start // DRAFT_STRIDE), -(-part.stop // DRAFT_STRIDE))
             rooted = hidden[:, -part.start % DRAFT_STRIDE :: DRAFT_STRIDE]
             drafts = self.model.draft_hidden(rooted, batch.draft_ids[:, :, places])
             total = hidden.new_zeros((), dtype=torch.float32)

@@ -135,7 +135,9 @@ def assert_same_gradients(got: dict[str, torch.Tensor], truth: dict[str, torch.T
 # Segmented backward (R19)
 
 
-@pytest.mark.parametrize("segment", [8, 13], ids=["window is 3 segments", "uneven segments"])
+@pytest.mark.parametrize(
+    "segment", [8, 13, 15], ids=["window is 3 segments", "uneven segments", "last without a draft place"]
+)
 @pytest.mark.parametrize("documents", ["one", "many"])
 def test_segmented_gradients_equal_unsegmented_ones(tmp_path: Path, segment: int, documents: str) -> None:
     tokens = one_document(tmp_path) if documents == "one" else many_documents(tmp_path)
