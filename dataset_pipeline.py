@@ -2361,7 +2361,8 @@ class PackedSequenceDataLoader:
     proportions. Documents longer than the previous tier's rows are laid where the phase-2 stages will read (the longest
     tier chooses first): within each epoch, or with several sources each document's last turn in the run. In the first
     epoch the others follow their difficulty, if paced, or else, as in all later epochs, hash order. A stage reads the
-    rows that this lays out in shuffled order (if paced, each 64th of them for itself).
+    rows that this lays out in shuffled order: those of an epoch before those of the next with one source, of the whole
+    stage with several, each 64th of it for itself if paced.
 
     Args:
         micro_batch_tokens: rows of one micro-batch = max(1, micro_batch_tokens // length).
@@ -2461,12 +2462,16 @@ class PackedSequenceDataLoader:
         )
 
     def _row_order(self, index: int) -> np.ndarray:
-        """(rows of the stage,) the order in which its rows are read: all of them shuffled, or neighbours if paced."""
+        """(rows of the stage,) the order in which its rows are read: shuffled part by part."""
         stage = self.stages[index]
-        count = stage.tokens // stage.length
-        shuffled = _hash_indices(count, "rows", self.seed, index)
-        block = count if self.config.pace == "none" else max(1, count // _PACED_BLOCKS)
-        return np.lexsort((shuffled, np.arange(count) // block))
+        rows = np.arange(stage.tokens // stage.length)
+        part = np.zeros_like(rows)
+        if self.config.pace != "none":
+            part = rows // max(1, len(rows) // _PACED_BLOCKS)
+        elif len(self.sources) == 1:
+            # epochs stay apart, or a third of the corpus would not be read until a second epoch's worth of steps
+            part = (self._first_token[index] + rows * stage.length) // self.sources[0].tokens
+        return np.lexsort((_hash_indices(len(rows), "rows", self.seed, index), part))
 
     def _run_order(self) -> np.ndarray:
         """(presentations,) document numbers of the whole run and of what its last row looks ahead to."""

@@ -323,6 +323,15 @@ def test_rows_of_a_stage_are_shuffled_and_those_of_a_paced_one_near_their_place(
     assert 0 < np.abs(near - np.arange(0, 2048, 4)).max() < 2048 / 64
 
 
+def test_shuffled_rows_leave_no_token_of_an_epoch_to_the_next(tmp_path):
+    """Ten epochs in one stage: the steps of each read every token once."""
+    tokens = file_of(tmp_path, [40] * 16)
+    loader = dp.PackedSequenceDataLoader(tokens, [stage(16, 100, 4)], seed=3, micro_batch_tokens=64)
+    for epoch in range(10):
+        read = [batch.inputs.flatten() for s in range(10 * epoch, 10 * epoch + 10) for batch in loader.step_batches(s)]
+        assert sorted(torch.cat(read).tolist()) == list(range(640))
+
+
 def test_batches_are_a_function_of_seed_and_step(tmp_path):
     """B073: straight, 10 + 10 and 7 + 7 + 6 steps read the same file offsets; other seeds and epochs read others."""
     tokens = file_of(tmp_path, [7, 13, 1, 29, 5, 40, 3, 3, 11])
