@@ -1,16 +1,21 @@
-"""benchmarks/baselines.py: sizes, who sees whom, gated delta layers against their published form, all of them learn."""
+"""benchmarks/baselines.py: sizes, who sees whom, gated delta layers against their published form, all of them learn.
+
+And of learn.py, that their steps wait for nothing.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import baselines
+from benchmarks import baselines, learn
 from benchmarks.baselines import GatedDelta, Shared, adamw, build, dual, muon, short_convolution
 from helpers import assert_close
 from torch import Tensor
 
+from dataset_pipeline import Batch, write_tokens
 from model_config import ModelConfig, preset
 
 CONTEXT = 96
@@ -211,3 +216,20 @@ def test_muon_is_that_of_torch_and_the_gradient_is_clipped() -> None:
             other.zero_grad()
     for (name, p), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=0, atol=1e-7, msg=name)
+
+
+def test_a_step_of_a_baseline_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory that is not page-locked a copy waits for the device: once a shape, or its seconds would be longer."""
+    path = tmp_path / "tokens.bin"
+    for name in (path, tmp_path / "tokens.val.bin"):
+        write_tokens(name, [[(7 * i) % 64 for i in range(700)]], vocab_size=64)
+    corpus = learn.Corpus.open(str(path), 64)
+    config = preset("nano").with_values({"context": 32, "total_tokens": 640, "tokens_per_step": 64})
+    config = replace(config.with_values({"micro_batch_tokens": 64}), model=TINY)
+    copied = []
+    monkeypatch.setattr(learn.learning, "points", lambda steps: [steps])
+    monkeypatch.setattr(learn.learning, "measure_rows", lambda *_: 0.0)
+    move = Batch.to
+    monkeypatch.setattr(Batch, "to", lambda batch, device: copied.append(batch.inputs.shape) or move(batch, device))
+    learn.train_baseline("adamw", {"warm-up": 0.2, "matrix": 1e-3, "embedding": 1e-3}, config, corpus, 1.0)
+    assert copied == [(2, 32)]

@@ -130,7 +130,9 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
         plan, index = loader.step_batches(state["step"]), state["step"]
         denominator.fill_(plan.supervised)
         for batch in plan:
-            place = places.setdefault(batch.inputs.shape, batch.to(device))
+            place = places.get(batch.inputs.shape)
+            if place is None:
+                place = places[batch.inputs.shape] = batch.to(device)
             place.copy_(batch.pin_memory() if device.type == "cuda" else batch)
             recorded(("gradients", *batch.inputs.shape), lambda place=place: gradients(place))
         if kind == "delta":
