@@ -93,7 +93,8 @@ __all__ = [
     "write_checkpoint",
 ]
 
-FORMAT_VERSION = 1
+# of weights files; counts what tensors mean, too: 2 has no norm between a memory's heads and its output projection
+FORMAT_VERSION = 2
 PRINTED_PARAMETERS = 4_960_153_600
 
 
@@ -677,7 +678,8 @@ def _read_info(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: its {_WEIGHTS_KEY} is damaged; copy the file again") from None
     if version != FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+        reads = f"this program reads {FORMAT_VERSION}; train again, or use the program that wrote the file"
+        raise ValueError(f"{path} has format version {version}, {reads}")
     if sealed != _info_crc32(info):
         raise ValueError(f"{path}: its {_WEIGHTS_KEY} is damaged (its checksum differs); copy the file again")
     return info

@@ -860,6 +860,15 @@ def test_a_bit_of_the_description_is_seen(tmp_path: Path) -> None:
         load_weights(path)
 
 
+def test_weights_of_a_model_with_normalised_memory_output_are_refused(tmp_path: Path, monkeypatch) -> None:
+    """Version 1 has the same tensors and computes something else: its hidden states differ by a fifth."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train_engine, "FORMAT_VERSION", 1)
+        _, path = saved_model(tmp_path)
+    with pytest.raises(ValueError, match=r"has format version 1, this program reads 2; train again"):
+        load_weights(path)
+
+
 def test_missing_extra_and_foreign_tensors_are_named(tmp_path: Path) -> None:
     _, path = saved_model(tmp_path)
     with safe_open(path, "pt") as file:
