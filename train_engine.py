@@ -369,7 +369,9 @@ def plan(config: Config, facts: DeviceFacts, *, tokens_per_second: float | None 
     context = _mean_row_length(config)
     forward = model.forward_flops_per_token(context)
     again = {"none": 0.0, "ffn": 2.0 * model.layers * model.feed_forward_parameters, "layer": forward}[recompute]
-    flops = tokens * (3 * (forward + 2.0 * model.draft_parameters) + again)
+    # the draft head and the logits of its depths
+    drafts = 2.0 * (model.draft_parameters + model.draft_depth * model.embedding_parameters) / DRAFT_STRIDE
+    flops = tokens * (3 * (forward + drafts) + again)
     utilisation, peak = _UTILISATION[facts.kind], facts.peak(config.precision.precision)
     hours = flops / (peak * utilisation) / 3600
     if tokens_per_second is not None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 import train_engine
 from dataset_pipeline import PackedSequenceDataLoader, open_tokens, write_tokens
@@ -1031,6 +1032,23 @@ def test_planned_activations_are_what_autograd_keeps(tmp_path: Path, recompute: 
     found = sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in weights) / batch.tokens
     planned = train_engine._SAVED_RATIO["cpu"] * train_engine._activation_bytes(config, recompute)
     assert planned == pytest.approx(found, rel=0.25)
+
+
+def test_planned_operations_of_the_draft_head_are_those_done(tmp_path: Path) -> None:
+    """Its own matrices and, far larger in a small model, the logits of both depths, at every fourth place."""
+    tokens = token_file(tmp_path, [[(13 * i) % 4096 for i in range(2000)]], vocab=4096)
+    done, planned = [], []
+    # the counter knows only the form that is not in place
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **rest: 2 * a[0] * a[1] * b[1]}
+    for depth in (2, 0):
+        values = {"context": 64, "tokens_per_step": 64, "total_tokens": 64, "device": "cpu", "draft_depth": depth}
+        engine = make_engine(preset("nano").with_values(values), tokens)
+        step_plan, batches = engine._load(0)
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            engine._accumulate(batches[0], step_plan)
+        done.append(counter.get_total_flops())
+        planned.append(plan(engine.config, FACTS).flops)
+    assert planned[0] - planned[1] == pytest.approx(done[0] - done[1], rel=0.05)
 
 
 def test_parameters_of_a_plan_are_the_models(tmp_path: Path) -> None:
