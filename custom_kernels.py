@@ -9,7 +9,7 @@ statistics, softmax and losses are float32. Nothing is random but what a `seed` 
 every result repeats bit for bit. Tiles are fixed choices per case, never searched for.
 
 Sections, each self-contained after the shared device functions: matrix product; norms and SwiGLU; linear cross entropy;
-orthogonalisation; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard transform and
+orthogonalisation; causal convolution; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard transform and
 microscaled formats; layer primitives. Letters as in model_config.py; kernels use p_ pointers, b_ blocks, o_ offsets,
 m_ masks, i_ program indices, and tiles BM BN BK.
 """
@@ -37,6 +37,7 @@ __all__ = [
     "RootMeanSquareNorm",
     "cache_append",
     "cache_prefix",
+    "causal_convolution",
     "chunk_associative_scan",
     "delta_rule_commit",
     "delta_rule_step",
@@ -97,6 +98,26 @@ def _require(condition: bool, message: str) -> None:
 
 def _multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+@_jit
+def _partial_sum_kernel(p_partial, p_out, P, D, BP: tl.constexpr, BD: tl.constexpr):
+    """out[d] = sum over p of partial[p, d], in one fixed order."""
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    o_p = tl.arange(0, BP)
+    acc = tl.zeros((BP, BD), dtype=tl.float32)
+    for i_p in range(0, P, BP):
+        m = (i_p + o_p < P)[:, None] & (o_d < D)[None, :]
+        acc += tl.load(p_partial + (i_p + o_p)[:, None].to(tl.int64) * D + o_d[None, :], mask=m, other=0.0)
+    tl.store(p_out + o_d, tl.sum(acc, axis=0).to(p_out.dtype.element_ty), mask=o_d < D)
+
+
+def _partial_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the float32 rows that the programs of a backward kernel left: partial (P, D) -> (D,) in dtype."""
+    parts, width = partial.shape
+    out = partial.new_empty(width, dtype=dtype)
+    _partial_sum_kernel[(triton.cdiv(width, 32),)](partial, out, parts, width, BP=64, BD=32, num_warps=4)
+    return out
 
 
 # ---------------------------------------------------------------------------
@@ -443,18 +464,6 @@ def _fused_rmsnorm_bwd_kernel(
         tl.store(p_o, tl.sum(b_dw, axis=0), mask=m_d)
 
 
-@_jit
-def _rmsnorm_reduce_kernel(p_partial, p_dw, P, D, BP: tl.constexpr, BD: tl.constexpr):
-    """dw[d] = sum over p of partial[p, d], in one fixed order."""
-    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
-    o_p = tl.arange(0, BP)
-    acc = tl.zeros((BP, BD), dtype=tl.float32)
-    for i_p in range(0, P, BP):
-        m = (i_p + o_p < P)[:, None] & (o_d < D)[None, :]
-        acc += tl.load(p_partial + (i_p + o_p)[:, None].to(tl.int64) * D + o_d[None, :], mask=m, other=0.0)
-    tl.store(p_dw + o_d, tl.sum(acc, axis=0).to(p_dw.dtype.element_ty), mask=o_d < D)
-
-
 @_jit_dynamic("R")
 def _fused_residual_sphere_kernel(
     p_residual, p_branch, p_w, p_y, R, D, inv_d, eps,
@@ -555,14 +564,6 @@ def _rmsnorm_programs(x: Tensor, tile: dict) -> int:
     return min(triton.cdiv(x.shape[0], tile["BR"]), 4 * _multiprocessors(x))
 
 
-def _rmsnorm_reduce(partial: Tensor, weight: Tensor) -> Tensor:
-    parts, width = partial.shape
-    dweight = torch.empty_like(weight)
-    grid = (triton.cdiv(width, 32),)
-    _rmsnorm_reduce_kernel[grid](partial, dweight, parts, width, BP=64, BD=32, num_warps=4)
-    return dweight
-
-
 def _fused_rmsnorm_bwd(
     x: Tensor, weight: Tensor | None, dy: Tensor, inv_d: float, eps: float
 ) -> tuple[Tensor, Tensor | None]:
@@ -574,7 +575,7 @@ def _fused_rmsnorm_bwd(
     _fused_rmsnorm_bwd_kernel[(programs,)](
         x, weight, dy, dx, partial, rows, width, inv_d, eps, HAS_WEIGHT=weight is not None, **tile, **options
     )
-    return dx, None if weight is None else _rmsnorm_reduce(partial, weight)
+    return dx, None if weight is None else _partial_sum(partial, weight.dtype)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -618,7 +619,7 @@ class _FusedResidualSphere(torch.autograd.Function):
             residual, branch, weight, dy.contiguous(), dresidual, dbranch, partial,
             rows, width, 1.0 / width, ctx.eps, **tile, **options,
         )
-        return dresidual, dbranch, _rmsnorm_reduce(partial, weight), None
+        return dresidual, dbranch, _partial_sum(partial, weight.dtype), None
 
 
 class _FusedSwiGLU(torch.autograd.Function):
@@ -1187,6 +1188,302 @@ def newton_schulz_orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
     x, last = (x.mT, out.mT) if tall else (x, out)
     _newton_schulz_iterate(x, last, steps, _newton_schulz_product if kernel else _newton_schulz_product_torch)
     return out.view(matrix.shape)
+
+
+# ---------------------------------------------------------------------------
+# Causal depthwise convolution
+#
+# A program walks BT tokens of BC channels with the last rows in registers, so that every byte of x is read once, but
+# for the three rows before its first token (and, in the backward pass, after its last). Four taps, the widest case, are
+# always computed: absent ones are zero, and the sums are bound by memory.
+
+_CONVOLUTION_MOST_TAPS = 4
+# not tuned on a device. 256 channels on two warps are 4 a thread, one 8-byte load of bf16: 8 make the backward pass,
+# with its taps, sums and rows, spill. 64 tokens keep the partial sums of taps under 5 % of the bytes and give a row
+# of 2,048 tokens and 512 channels 64 programs
+_CONVOLUTION_TILE = dict(BT=64, BC=256, num_warps=2)
+
+
+@_jit
+def _convolution_taps(p_taps, o_c, m_c, W: tl.constexpr):
+    """The four weights of each channel, newest first: offset + 1, offset, ...; zero past W."""
+    w0 = 1.0 + tl.load(p_taps + o_c * W, mask=m_c, other=0.0).to(tl.float32)
+    w1 = tl.load(p_taps + o_c * W + 1, mask=m_c, other=0.0).to(tl.float32)
+    w2 = tl.load(p_taps + o_c * W + 2, mask=m_c & (W > 2), other=0.0).to(tl.float32)
+    w3 = tl.load(p_taps + o_c * W + 3, mask=m_c & (W > 3), other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@_jit
+def _convolution_load(p_row, t, T, C, o_c, m_c):
+    """Row t of (T, C) in float32, zero past the end."""
+    return tl.load(p_row + t * C + o_c, mask=m_c & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+
+
+@_jit
+def _convolution_before(p_x, p_carry, t, T, C, o_c, m_c, HAS_CARRY: tl.constexpr, W: tl.constexpr):
+    """Row t of x, or for t < 0 the carry's row W - 1 + t."""
+    b_x = _convolution_load(p_x, t, T, C, o_c, m_c)
+    if HAS_CARRY:
+        row = t + (W - 1)
+        m = m_c & (t < 0) & (row >= 0)
+        b_x += tl.load(p_carry + row * C + o_c, mask=m, other=0.0).to(tl.float32)
+    return b_x
+
+
+@_jit
+def _convolution_reach(p_doc, t, T, HAS_DOC: tl.constexpr, W: tl.constexpr):
+    """How many earlier tokens the taps of token t read: those of its document, at most W - 1."""
+    if HAS_DOC:
+        return tl.minimum(t - tl.load(p_doc + t, mask=t < T, other=0), W - 1)
+    else:
+        return tl.full((), W - 1, tl.int64)
+
+
+@_jit
+def _convolution_within(x1, x2, x3, reach):
+    """The three earlier rows, zero where out of reach: what lies there may be anything, even nan."""
+    return tl.where(reach >= 1, x1, 0.0), tl.where(reach >= 2, x2, 0.0), tl.where(reach >= 3, x3, 0.0)
+
+
+@_jit
+def _convolution_sum(x0, x1, x2, x3, w0, w1, w2, w3, reach):
+    """w0 x0 + w1 x1 + w2 x2 + w3 x3, newest first."""
+    x1, x2, x3 = _convolution_within(x1, x2, x3, reach)
+    return w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+
+
+@_jit_dynamic("T")
+def _causal_convolution_kernel(
+    p_x, p_taps, p_doc, p_carry, p_y, T, C,
+    HAS_DOC: tl.constexpr, HAS_CARRY: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """y_t = silu(sum_j (taps_j + [j = 0]) x_{t-j}), four tokens a turn: their loads are in flight together."""
+    NC = tl.cdiv(C, BC)
+    NT = tl.cdiv(T, BT)
+    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    first = (tl.program_id(0) // NC % NT).to(tl.int64) * BT
+    i_b = tl.program_id(0).to(tl.int64) // NC // NT
+    p_x += i_b * T * C
+    p_y += i_b * T * C
+    if HAS_DOC:
+        p_doc += i_b * T
+    if HAS_CARRY:
+        p_carry += i_b * (W - 1) * C
+    w0, w1, w2, w3 = _convolution_taps(p_taps, o_c, m_c, W)
+    r0 = _convolution_before(p_x, p_carry, first - 3, T, C, o_c, m_c, HAS_CARRY, W)
+    r1 = _convolution_before(p_x, p_carry, first - 2, T, C, o_c, m_c, HAS_CARRY, W)
+    r2 = _convolution_before(p_x, p_carry, first - 1, T, C, o_c, m_c, HAS_CARRY, W)
+    for i in range(0, tl.minimum(T - first, BT).to(tl.int32), 4):
+        t = first + i
+        r3 = _convolution_load(p_x, t, T, C, o_c, m_c)
+        r4 = _convolution_load(p_x, t + 1, T, C, o_c, m_c)
+        r5 = _convolution_load(p_x, t + 2, T, C, o_c, m_c)
+        r6 = _convolution_load(p_x, t + 3, T, C, o_c, m_c)
+        s0 = _convolution_sum(r3, r2, r1, r0, w0, w1, w2, w3, _convolution_reach(p_doc, t, T, HAS_DOC, W))
+        s1 = _convolution_sum(r4, r3, r2, r1, w0, w1, w2, w3, _convolution_reach(p_doc, t + 1, T, HAS_DOC, W))
+        s2 = _convolution_sum(r5, r4, r3, r2, w0, w1, w2, w3, _convolution_reach(p_doc, t + 2, T, HAS_DOC, W))
+        s3 = _convolution_sum(r6, r5, r4, r3, w0, w1, w2, w3, _convolution_reach(p_doc, t + 3, T, HAS_DOC, W))
+        p_o = p_y + t * C + o_c
+        tl.store(p_o, (s0 * tl.sigmoid(s0)).to(p_y.dtype.element_ty), mask=m_c)
+        tl.store(p_o + C, (s1 * tl.sigmoid(s1)).to(p_y.dtype.element_ty), mask=m_c & (t + 1 < T))
+        tl.store(p_o + 2 * C, (s2 * tl.sigmoid(s2)).to(p_y.dtype.element_ty), mask=m_c & (t + 2 < T))
+        tl.store(p_o + 3 * C, (s3 * tl.sigmoid(s3)).to(p_y.dtype.element_ty), mask=m_c & (t + 3 < T))
+        r0, r1, r2 = r4, r5, r6
+
+
+@_jit
+def _convolution_gradient(
+    b_dy, x0, x1, x2, x3, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t, p_doc, T, last,
+    HAS_DOC: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Token t's part of the gradients: g = dy silu'(s), dx_{t-j} += w_j g, dtaps_j += g x_{t-j}.
+
+    d1 d2 d3 are the unfinished dx of tokens t - 1 to t - 3; token t finishes the last of them, which is returned first.
+    Tokens from `last` on are another program's: it counts their dtaps.
+    """
+    reach = _convolution_reach(p_doc, t, T, HAS_DOC, W)
+    b_s = _convolution_sum(x0, x1, x2, x3, w0, w1, w2, w3, reach)
+    b_sig = tl.sigmoid(b_s)
+    b_g = b_dy * b_sig * (1.0 + b_s * (1.0 - b_sig))
+    g1, g2, g3 = _convolution_within(b_g, b_g, b_g, reach)
+    done = d3 + w3 * g3
+    d3 = d2 + w2 * g2
+    d2 = d1 + w1 * g1
+    d1 = w0 * b_g
+    b_own = tl.where(t < last, b_g, 0.0)
+    x1, x2, x3 = _convolution_within(x1, x2, x3, reach)
+    return done, d1, d2, d3, a0 + b_own * x0, a1 + b_own * x1, a2 + b_own * x2, a3 + b_own * x3
+
+
+@_jit
+def _convolution_store(p_dx, p_dcarry, b_d, s, first, last, C, o_c, m_c, HAS_CARRY: tl.constexpr, W: tl.constexpr):
+    """Write the gradient of row s: of x if it is this program's, of the carry if it lies before the segment."""
+    tl.store(p_dx + s * C + o_c, b_d.to(p_dx.dtype.element_ty), mask=m_c & (s >= first) & (s < last))
+    if HAS_CARRY:
+        row = s + (W - 1)
+        m = m_c & (s < 0) & (row >= 0) & (first == 0)
+        tl.store(p_dcarry + row * C + o_c, b_d.to(p_dcarry.dtype.element_ty), mask=m)
+
+
+@_jit_dynamic("T")
+def _causal_convolution_bwd_kernel(
+    p_x, p_taps, p_doc, p_carry, p_dy, p_dx, p_dcarry, p_partial, T, C,
+    HAS_DOC: tl.constexpr, HAS_CARRY: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """dx, dcarry and this program's part of dtaps, partial (B NT, W, C); s is recomputed from x.
+
+    The walk goes on three tokens past the program's own, which its last rows also fed.
+    """
+    NC = tl.cdiv(C, BC)
+    NT = tl.cdiv(T, BT)
+    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    i_bt = tl.program_id(0).to(tl.int64) // NC
+    first = i_bt % NT * BT
+    last = tl.minimum(first + BT, T)
+    i_b = i_bt // NT
+    p_x += i_b * T * C
+    p_dy += i_b * T * C
+    p_dx += i_b * T * C
+    if HAS_DOC:
+        p_doc += i_b * T
+    if HAS_CARRY:
+        p_carry += i_b * (W - 1) * C
+        p_dcarry += i_b * (W - 1) * C
+    w0, w1, w2, w3 = _convolution_taps(p_taps, o_c, m_c, W)
+    r0 = _convolution_before(p_x, p_carry, first - 3, T, C, o_c, m_c, HAS_CARRY, W)
+    r1 = _convolution_before(p_x, p_carry, first - 2, T, C, o_c, m_c, HAS_CARRY, W)
+    r2 = _convolution_before(p_x, p_carry, first - 1, T, C, o_c, m_c, HAS_CARRY, W)
+    d1 = tl.zeros((BC,), dtype=tl.float32)
+    d2, d3, a0, a1, a2, a3 = d1, d1, d1, d1, d1, d1
+    for i in range(0, (last - first).to(tl.int32) + 3, 4):
+        t = first + i
+        r3 = _convolution_load(p_x, t, T, C, o_c, m_c)
+        r4 = _convolution_load(p_x, t + 1, T, C, o_c, m_c)
+        r5 = _convolution_load(p_x, t + 2, T, C, o_c, m_c)
+        r6 = _convolution_load(p_x, t + 3, T, C, o_c, m_c)
+        g0 = _convolution_load(p_dy, t, T, C, o_c, m_c)
+        g1 = _convolution_load(p_dy, t + 1, T, C, o_c, m_c)
+        g2 = _convolution_load(p_dy, t + 2, T, C, o_c, m_c)
+        g3 = _convolution_load(p_dy, t + 3, T, C, o_c, m_c)
+        e0, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
+            g0, r3, r2, r1, r0, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t, p_doc, T, last, HAS_DOC, W)
+        e1, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
+            g1, r4, r3, r2, r1, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 1, p_doc, T, last, HAS_DOC, W)
+        e2, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
+            g2, r5, r4, r3, r2, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 2, p_doc, T, last, HAS_DOC, W)
+        e3, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
+            g3, r6, r5, r4, r3, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 3, p_doc, T, last, HAS_DOC, W)
+        _convolution_store(p_dx, p_dcarry, e0, t - 3, first, last, C, o_c, m_c, HAS_CARRY, W)
+        _convolution_store(p_dx, p_dcarry, e1, t - 2, first, last, C, o_c, m_c, HAS_CARRY, W)
+        _convolution_store(p_dx, p_dcarry, e2, t - 1, first, last, C, o_c, m_c, HAS_CARRY, W)
+        _convolution_store(p_dx, p_dcarry, e3, t, first, last, C, o_c, m_c, HAS_CARRY, W)
+        r0, r1, r2 = r4, r5, r6
+    p_o = p_partial + i_bt * W * C + o_c
+    tl.store(p_o, a0, mask=m_c)
+    tl.store(p_o + C, a1, mask=m_c)
+    tl.store(p_o + 2 * C, a2, mask=m_c & (W > 2))
+    tl.store(p_o + 3 * C, a3, mask=m_c & (W > 3))
+
+
+def _convolution_grid(x: Tensor) -> tuple[int, int]:
+    """Blocks of channels, and blocks of tokens over the batch."""
+    B, T, C = x.shape
+    return triton.cdiv(C, _CONVOLUTION_TILE["BC"]), B * triton.cdiv(T, _CONVOLUTION_TILE["BT"])
+
+
+def _causal_convolution_fwd(x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None) -> Tensor:
+    _, T, C = x.shape
+    channel_blocks, token_blocks = _convolution_grid(x)
+    y = torch.empty_like(x)
+    _causal_convolution_kernel[(channel_blocks * token_blocks,)](
+        x, taps, doc_start, carry, y, T, C,
+        HAS_DOC=doc_start is not None, HAS_CARRY=carry is not None, W=taps.shape[1], **_CONVOLUTION_TILE,
+    )  # fmt: skip
+    return y
+
+
+def _causal_convolution_bwd(
+    x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (_, T, C), W = x.shape, taps.shape[1]
+    channel_blocks, token_blocks = _convolution_grid(x)
+    dx = torch.empty_like(x)
+    dcarry = None if carry is None else torch.empty_like(carry)
+    # channels last, so that they are stored side by side
+    partial = x.new_empty(token_blocks, W * C, dtype=torch.float32)
+    _causal_convolution_bwd_kernel[(channel_blocks * token_blocks,)](
+        x, taps, doc_start, carry, dy, dx, dcarry, partial, T, C,
+        HAS_DOC=doc_start is not None, HAS_CARRY=carry is not None, W=W, **_CONVOLUTION_TILE,
+    )  # fmt: skip
+    return dx, _partial_sum(partial, taps.dtype).view(W, C).T, dcarry
+
+
+class _CausalConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, taps, doc_start, carry)
+        return _causal_convolution_fwd(x, taps, doc_start, carry)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dtaps, dcarry = _causal_convolution_bwd(*ctx.saved_tensors, dy.contiguous())
+        return dx, dtaps, None, dcarry
+
+
+def _causal_convolution_torch(x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None) -> Tensor:
+    T, W = x.shape[1], taps.shape[1]
+    work = _compute_dtype(x)
+    rows = F.pad(x, (0, 0, W - 1, 0)) if carry is None else torch.cat((carry, x), 1)
+    rows, taps = rows.to(work), taps.to(work)  # (B, W - 1 + T, C)
+    index = torch.arange(T, device=x.device)
+    total = rows[:, W - 1 :] * (1 + taps[:, 0])
+    for back in range(1, W):
+        earlier = rows[:, W - 1 - back : W - 1 - back + T]
+        if doc_start is not None:
+            # before the product: what is not read may be nan, and its tap's gradient is not
+            earlier = torch.where((index - back >= doc_start)[..., None], earlier, 0)
+        total = total + earlier * taps[:, back]
+    # as in the gated activation: torch's silu rounds the last elements of a tensor otherwise than the rest
+    total = total.clamp(min=-80)
+    return (total / (1 + torch.exp(-total))).to(x.dtype)
+
+
+def causal_convolution(
+    x: Tensor, taps: Tensor, *, doc_start: Tensor | None = None, carry: Tensor | None = None
+) -> Tensor:
+    """Return y_t = silu(sum_j (taps_j + [j = 0]) x_{t-j}), j = 0 ... W - 1: a causal convolution of each channel, SiLU.
+
+    x and y (B, T, C) bfloat16 or float32 (CPU: float32 or float64), T and C at least 1; taps (C, W) or (C * W,), W 2 to
+    4, newest first, of any float type, stored as offsets from the identity: at zero, y = silu(x). Sums are float32.
+    doc_start (B, T) int32: index in the row at which each token's document starts, negative where it began that many
+    tokens before the row; no tap reads over it (None: it began long before the row). carry (B, W - 1, C) of x's type:
+    the inputs before the row, oldest first, which only documents that began before the row read (None: zeros).
+    Differentiable once in x, taps and carry. Raises ValueError on a wrong shape or type.
+    """
+    _require(x.ndim == 3 and min(x.shape) > 0, f"x must be (B, T, C), each at least 1, got {tuple(x.shape)}")
+    B, T, C = x.shape
+    kinds = (torch.bfloat16, torch.float32) if x.is_cuda else (torch.float32, torch.float64)
+    _require(x.dtype in kinds, f"x on {x.device.type} must be one of {kinds}, got {x.dtype}")
+    W = taps.numel() // C
+    fits = tuple(taps.shape) in ((C, W), (C * W,)) and 2 <= W <= _CONVOLUTION_MOST_TAPS
+    _require(fits, f"taps must be ({C}, W) or ({C} * W,), W 2 to {_CONVOLUTION_MOST_TAPS}, got {tuple(taps.shape)}")
+    _require_kernel_dtype("taps", taps)
+    if doc_start is not None:
+        _require(doc_start.shape == (B, T), f"doc_start must have shape {(B, T)}, got {tuple(doc_start.shape)}")
+        _require(doc_start.dtype == torch.int32, f"doc_start must be torch.int32, got {doc_start.dtype}")
+    if carry is not None:
+        found = f"got {tuple(carry.shape)} {carry.dtype}"
+        fits = tuple(carry.shape) == (B, W - 1, C) and carry.dtype == x.dtype
+        _require(fits, f"carry must be {(B, W - 1, C)} {x.dtype}, {found}")
+    taps = taps.view(C, W)
+    if not _uses_kernel(x):
+        return _causal_convolution_torch(x, taps, doc_start, carry)
+    doc_start, carry = (None if given is None else given.contiguous() for given in (doc_start, carry))
+    return _CausalConvolution.apply(x.contiguous(), taps.contiguous(), doc_start, carry)
 
 
 # ---------------------------------------------------------------------------

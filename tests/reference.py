@@ -67,6 +67,25 @@ def newton_schulz_orthogonalize_reference(matrix: Tensor, *, steps: int = 5) -> 
     return u @ torch.diag(s) @ vh
 
 
+def causal_convolution_reference(x: Tensor, taps: Tensor, *, doc_start=None, carry=None) -> Tensor:
+    """Token by token and tap by tap: silu(x_t + sum_j taps_j x_{t-j}), j while t - j is in the document."""
+    B, T, C = x.shape
+    taps = taps.reshape(C, -1)
+    W = taps.shape[1]
+    rows = []
+    for b in range(B):
+        for t in range(T):
+            first = -(W - 1) if doc_start is None else int(doc_start[b, t])
+            total = x[b, t]
+            for j in range(min(W, t - first + 1)):
+                if t - j >= 0:
+                    total = total + taps[:, j] * x[b, t - j]
+                elif carry is not None:
+                    total = total + taps[:, j] * carry[b, W - 1 + t - j]
+            rows.append(total * torch.sigmoid(total))
+    return torch.stack(rows).view(B, T, C)
+
+
 def scan_reference(q, k, v, beta, log_gamma, *, initial_state=None, doc_start=None) -> tuple[Tensor, Tensor]:
     """Token by token: S_t = gamma_t S_{t-1} + beta_t (v_t - S_{t-1} k_t) k_t^T, y_t = S_t q_t; state = S^T."""
     B, T, H, K = q.shape
