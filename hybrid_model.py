@@ -40,7 +40,7 @@ from custom_kernels import (
     linear_product,
 )
 from model_config import ModelConfig, PrecisionConfig
-from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, MemoryNodes
+from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, MemoryNodes, MemoryState, earlier_tokens
 
 __all__ = [
     "DecodeState",
@@ -55,7 +55,7 @@ __all__ = [
     "SwiGLUFeedForward",
 ]
 
-LayerCarry = Tensor | AttentionCarry  # a recurrent layer's state (B, H, K, V) f32, or an attention layer's window
+LayerCarry = MemoryState | AttentionCarry  # a recurrent layer's, or an attention layer's window
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp4": torch.bfloat16,
                  "fp4-emulated": torch.bfloat16}  # fmt: skip
@@ -78,6 +78,7 @@ class DraftTree(NamedTuple):
     parents: Tensor  # (N,) int32, -1 at the root
     depths: Tensor  # (N,) int64, 0 at the root
     mask: Tensor  # (N, N) bool: [n, m] where m is n or an ancestor of n
+    earlier: Tensor  # (N, 3) int64, the three tokens before each node on its path, see earlier_tokens
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> "DraftTree":
@@ -89,7 +90,7 @@ class DraftTree(NamedTuple):
             if parent >= 0:
                 mask[node] |= mask[parent]
         rows = torch.tensor(parents, dtype=torch.int32)
-        return cls(rows.to(device), (mask.sum(1) - 1).to(device), mask.to(device))
+        return cls(*(x.to(device) for x in (rows, mask.sum(1) - 1, mask, earlier_tokens(rows))))
 
 
 class NodeWrites(NamedTuple):
@@ -103,14 +104,14 @@ class NodeWrites(NamedTuple):
 class DecodeState:
     """Everything that a sequence carries from token to token; allocated once, changed in place."""
 
-    layers: list[Tensor | PagedKeyValueCache]  # per layer: state (B, H, K, V) f32, or the pages
+    layers: list[MemoryState | PagedKeyValueCache]
     hidden: Tensor  # (B, 1, D) final hidden state of the last committed token, zero before the first: draft head input
     length: Tensor  # (B,) int64 committed tokens
 
     @property
-    def memories(self) -> list[Tensor]:
-        """States (B, H, K, V) float32 of the recurrent layers, in order."""
-        return [x for x in self.layers if isinstance(x, Tensor)]
+    def memories(self) -> list[MemoryState]:
+        """What the recurrent layers hold, in order."""
+        return [x for x in self.layers if isinstance(x, MemoryState)]
 
     @property
     def caches(self) -> list[PagedKeyValueCache]:
@@ -119,7 +120,7 @@ class DecodeState:
 
     @property
     def state_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.memories)
+        return sum(memory.nbytes for memory in self.memories)
 
     @property
     def cache_bytes(self) -> int:
@@ -128,21 +129,19 @@ class DecodeState:
     def reset(self) -> None:
         """Forget the sequence: no byte of it can be read afterwards."""
         for layer in self.layers:
-            layer.zero_() if isinstance(layer, Tensor) else layer.reset()
+            layer.reset()
         self.hidden.zero_()
         self.length.zero_()
 
     def copy(self) -> "DecodeState":
         """Return an independent copy."""
-        layers = [x.clone() if isinstance(x, Tensor) else x.copy() for x in self.layers]
-        return DecodeState(layers, self.hidden.clone(), self.length.clone())
+        return DecodeState([x.copy() for x in self.layers], self.hidden.clone(), self.length.clone())
 
     def tensors(self) -> dict[str, Tensor]:
         """Name every stored tensor, e.g. for a comparison."""
         named = {"hidden": self.hidden, "length": self.length}
         for i, layer in enumerate(self.layers):
-            parts = {"memory": layer} if isinstance(layer, Tensor) else layer.tensors()
-            named.update({f"layers.{i}.{name}": value for name, value in parts.items()})
+            named.update({f"layers.{i}.{name}": value for name, value in layer.tensors().items()})
         return named
 
 
@@ -201,7 +200,7 @@ class DecoderLayer(nn.Module):
                 branch_input, angles, doc_start=doc_start, carry=carry, return_carry=return_carry
             )
         else:
-            branch, carry = self.operator(branch_input, state=carry, doc_start=doc_start)
+            branch, carry = self.operator(branch_input, memory=carry, doc_start=doc_start)
         x = self.add(x, branch, self.operator.output_norm)
         if recompute == "ffn" and torch.is_grad_enabled():
             branch = checkpoint(self._feed_forward_branch, x, use_reentrant=False, preserve_rng_state=False)
@@ -209,26 +208,31 @@ class DecoderLayer(nn.Module):
             branch = self._feed_forward_branch(x)
         return self.add(x, branch, self.feed_forward.output_norm), carry
 
-    def prefill(self, x: Tensor, angles: RotaryAngles, memory: Tensor | PagedKeyValueCache, stored: int) -> Tensor:
+    def prefill(self, x: Tensor, angles: RotaryAngles, memory: MemoryState | PagedKeyValueCache, stored: int) -> Tensor:
         """Run the next chunk x (B, T, D) of a prompt of which `stored` tokens are in memory; memory moves in place."""
         branch_input = self.operator_norm(x)
         if self.is_attention:
             branch = self.operator.prefill(branch_input, angles, memory, stored)
         else:
-            branch, final_state = self.operator(branch_input, state=memory)
-            memory.copy_(final_state)
+            branch, after = self.operator(branch_input, memory=memory)
+            memory.assign(after)
         x = self.add(x, branch, self.operator.output_norm)
         return self.add(x, self._feed_forward_branch(x), self.feed_forward.output_norm)
 
     def nodes(
-        self, x: Tensor, angles: RotaryAngles, memory: Tensor | PagedKeyValueCache, tree: DraftTree, positions: Tensor
+        self,
+        x: Tensor,
+        angles: RotaryAngles,
+        memory: MemoryState | PagedKeyValueCache,
+        tree: DraftTree,
+        positions: Tensor,
     ) -> tuple[Tensor, MemoryNodes | NodeKeyValues]:
         """Evaluate draft-tree nodes x (B, N, D) at positions (B, N); memory stays as it is."""
         branch_input = self.operator_norm(x)
         if self.is_attention:
             branch, written = self.operator.nodes(branch_input, angles, memory, tree.mask, positions)
         else:
-            branch, written = self.operator.nodes(branch_input, memory, tree.parents)
+            branch, written = self.operator.nodes(branch_input, memory, tree.parents, tree.earlier)
         x = self.add(x, branch, self.operator.output_norm)
         branch = self.feed_forward.step(self.feed_forward_norm(x))
         return self.add(x, branch, self.feed_forward.output_norm), written
@@ -352,9 +356,7 @@ class HybridLanguageModel(nn.Module):
     def decode_state(self, *, batch: int = 1, cache_bits: int = 8, max_length: int | None = None) -> DecodeState:
         """Allocate the state of `batch` sequences; max_length (tokens) bounds the cache under attention scope full."""
         config, device = self.config, self.embedding.device
-        memory_type = torch.promote_types(self.compute_type, torch.float32)
-        shape = (batch, config.recurrent_heads, config.recurrent_key_dim, config.recurrent_value_dim)
-        layers: list[Tensor | PagedKeyValueCache] = [
+        layers: list[MemoryState | PagedKeyValueCache] = [
             PagedKeyValueCache(
                 config,
                 batch=batch,
@@ -363,9 +365,9 @@ class HybridLanguageModel(nn.Module):
                 dtype=self.compute_type,
                 device=device,
             )
-            if config.is_attention(i)
-            else torch.zeros(shape, dtype=memory_type, device=device)
-            for i in range(config.layers)
+            if layer.is_attention
+            else layer.operator.empty(batch, self.compute_type, device)
+            for layer in self.layers
         ]
         hidden = torch.zeros(batch, 1, config.hidden_dim, dtype=self.compute_type, device=device)
         return DecodeState(layers, hidden, torch.zeros(batch, dtype=torch.int64, device=device))

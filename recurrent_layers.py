@@ -10,10 +10,14 @@ head, the noise is as loud as a hit, 0.025 nats worse at 35 M and at 123 M param
 norm of the residual addition sees to the scale. The block knows nothing of residuals: it returns the output projection,
 and holds the norm that the residual addition applies to it.
 
-Public names: MemoryNodes, GatedDeltaRuleMatrixMemoryBlock, half_life_biases.
+With ModelConfig.conv_width = W > 0 the projections of q, k and v first pass a causal convolution of W taps and SiLU,
+each channel for itself; what a sequence carries is then S and the projections of its last W - 1 tokens, the tail.
+
+Public names: MemoryState, MemoryNodes, GatedDeltaRuleMatrixMemoryBlock, earlier_tokens, half_life_biases.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from custom_kernels import (
     Projection,
     RootMeanSquareNorm,
+    causal_convolution,
     chunk_associative_scan,
     delta_rule_commit,
     delta_rule_step,
@@ -30,10 +35,40 @@ from custom_kernels import (
 )
 from model_config import ModelConfig
 
-__all__ = ["GatedDeltaRuleMatrixMemoryBlock", "MemoryNodes", "half_life_biases"]
+__all__ = ["GatedDeltaRuleMatrixMemoryBlock", "MemoryNodes", "MemoryState", "earlier_tokens", "half_life_biases"]
 
 ALPHA_BIAS, BETA_BIAS = 2.0, 0.0  # sigmoid(2) = 0.88 written, sigmoid(0) = 0.5 erased
 SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 8, 1048576  # tokens
+
+
+class MemoryState(NamedTuple):
+    """What one layer carries from token to token, between the segments of a row and in decoding."""
+
+    state: Tensor  # (B, H, K, V) f32
+    tail: Tensor  # (B, W - 1, C) projections of the last tokens, oldest first, C = q, k, v; (B, 0, 0) without taps
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name every stored tensor."""
+        return {"memory": self.state} | ({"tail": self.tail} if self.tail.numel() else {})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return sum(x.numel() * x.element_size() for x in self)
+
+    def assign(self, other: "MemoryState") -> None:
+        """Take the values of another, in place."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine.copy_(theirs)
+
+    def reset(self) -> None:
+        """Forget the sequence: a tail of zeros reads like the start of a document."""
+        for x in self:
+            x.zero_()
+
+    def copy(self) -> "MemoryState":
+        """Return an independent copy."""
+        return MemoryState(*(x.clone() for x in self))
 
 
 class MemoryNodes(NamedTuple):
@@ -43,6 +78,20 @@ class MemoryNodes(NamedTuple):
     v: Tensor  # (B, N, H, V), already scaled by alpha
     beta: Tensor  # (B, N, H) f32
     log_gamma: Tensor  # (B, N, H) f32
+    raw: Tensor  # (B, N, C) projections, for the tail; (B, N, 0) without taps
+
+
+def earlier_tokens(parents: Tensor) -> Tensor:
+    """Return (N, 3) int64: the 1st, 2nd and 3rd token before each draft-tree node, on its own path.
+
+    parents (N,) int32, -1 = the committed text. An entry is a node, or -1, -2, -3 for the last committed token, the one
+    before it, and the one before that.
+    """
+    cursor, columns = torch.arange(len(parents), device=parents.device), []
+    for _ in range(3):
+        cursor = torch.where(cursor >= 0, parents[cursor.clamp(min=0)].long(), cursor - 1)
+        columns.append(cursor)
+    return torch.stack(columns, 1)
 
 
 def half_life_biases(heads: int) -> Tensor:
@@ -74,19 +123,23 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         self.write_offset = nn.Parameter(torch.empty(self.heads))
         self.erase_offset = nn.Parameter(torch.empty(self.heads))
         self.decay_offset = nn.Parameter(torch.empty(self.heads))
+        # (C * W,) offsets from the identity, newest tap 1 and the others 0: weight decay pulls them home
+        self.conv_width = config.conv_width
+        self.taps = nn.Parameter(torch.empty(config.conv_channels * config.conv_width)) if config.conv_width else None
         self.output = Projection(values, width, precision)
         # 2 * layers branches share the stream; smaller gains would mute them, larger ones wash the embedding out
         self.output_norm = RootMeanSquareNorm(width, self.eps, start=1 / math.sqrt(2 * config.layers))
         self.register_buffer("decay_bias", half_life_biases(self.heads), persistent=False)
 
     def forward(
-        self, x: Tensor, *, state: Tensor | None = None, doc_start: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run T tokens in chunks: x (B, T, D), state (B, H, K, V) f32 or None, doc_start (B, T) int32 or None.
+        self, x: Tensor, *, memory: MemoryState | None = None, doc_start: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """Run T tokens in chunks: x (B, T, D), what came before them or None, doc_start (B, T) int32 or None.
 
-        Returns the output projection (B, T, D) and the state after the last token, which belongs to its document.
+        Returns the output projection (B, T, D) and the memory after the last token, which belongs to its document.
         """
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        raw = self.query(x), self.key(x), self.value(x)
+        q, k, v = (self._heads(part) for part in self._convolved(raw, memory, doc_start))
         alpha, beta, log_gamma = self._gates(self._gate_logits(x))
         y, final_state = chunk_associative_scan(
             l2_normalize(q),
@@ -94,35 +147,100 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
             (v * alpha[..., None]).to(v.dtype),
             beta,
             log_gamma,
-            initial_state=state,
+            initial_state=None if memory is None else memory.state,
             doc_start=doc_start,
             chunk_size=self.chunk_size,
         )
-        return self.output(y.flatten(2)), final_state
+        return self.output(y.flatten(2)), MemoryState(final_state, self._tail(raw, memory))
 
-    def nodes(self, x: Tensor, state: Tensor, parents: Tensor | None = None) -> tuple[Tensor, MemoryNodes]:
-        """Evaluate N draft-tree nodes x (B, N, D) against the committed state, which stays as it is.
+    def nodes(
+        self, x: Tensor, memory: MemoryState, parents: Tensor | None = None, earlier: Tensor | None = None
+    ) -> tuple[Tensor, MemoryNodes]:
+        """Evaluate N draft-tree nodes x (B, N, D) against the committed memory, which stays as it is.
 
-        parents (N,) int32 in topological order, -1 = the committed state, None = a chain. Returns the output
-        projection (B, N, D) and what the nodes would write. A node's result does not depend on the others.
+        parents (N,) int32 in topological order, -1 = the committed memory, None = a chain; earlier (N, 3) is
+        earlier_tokens(parents), where the caller has it. Returns the output projection (B, N, D) and what the nodes
+        would write. A node's result does not depend on nodes outside its own path.
         """
-        q, k, v = self._heads(self.query.step(x)), self._heads(self.key.step(x)), self._heads(self.value.step(x))
+        if parents is None:
+            parents = torch.arange(-1, x.shape[1] - 1, dtype=torch.int32, device=x.device)
+        parts = self.query.step(x), self.key.step(x), self.value.step(x)
+        parts, raw = self._convolved_nodes(parts, memory, parents, earlier)
+        q, k, v = (self._heads(part) for part in parts)
         logits = linear_product(x.float(), self._gate_weight()) if x.dtype != torch.float64 else self._gate_logits(x)
         alpha, beta, log_gamma = self._gates(logits)
         k = l2_normalize(k)
-        written = MemoryNodes(k, (v * alpha[..., None]).to(v.dtype), beta, log_gamma)
-        y = delta_rule_step(l2_normalize(q), *written, state, parents=parents)
-        return self.output.step(y.flatten(2)), written
+        v = (v * alpha[..., None]).to(v.dtype)
+        y = delta_rule_step(l2_normalize(q), k, v, beta, log_gamma, memory.state, parents=parents)
+        return self.output.step(y.flatten(2)), MemoryNodes(k, v, beta, log_gamma, raw)
 
-    def commit(self, written: MemoryNodes, state: Tensor, path: Tensor) -> None:
-        """Write the nodes of path (B, depth) int32 (-1 = end) into state (B, H, K, V) in place."""
-        delta_rule_commit(*written, state, path)
+    def commit(self, written: MemoryNodes, memory: MemoryState, path: Tensor) -> None:
+        """Write the nodes of path (B, depth) int32 (-1 = end) into the memory, in place."""
+        delta_rule_commit(written.k, written.v, written.beta, written.log_gamma, memory.state, path)
+        if self.taps is None:
+            return
+        tail, channels = memory.tail, memory.tail.shape[2]
+        index = path.long().clamp(min=0)[..., None].expand(-1, -1, channels)
+        rows = torch.cat((tail, written.raw.gather(1, index)), 1)  # (B, W - 1 + depth, C), of which the path's end
+        accepted = (path >= 0).sum(1)[:, None]
+        newest = accepted + torch.arange(tail.shape[1], device=tail.device)  # (B, W - 1)
+        tail.copy_(rows.gather(1, newest[..., None].expand(-1, -1, channels)))
 
-    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one token x (B, 1, D): return the updated state and the output projection (B, 1, D)."""
-        y, written = self.nodes(x, state)
-        self.commit(written, state, torch.zeros(x.shape[0], 1, dtype=torch.int32, device=x.device))
-        return state, y
+    def step(self, x: Tensor, memory: MemoryState) -> tuple[MemoryState, Tensor]:
+        """Take one token x (B, 1, D) in place: return the updated memory and the output projection (B, 1, D)."""
+        y, written = self.nodes(x, memory)
+        self.commit(written, memory, torch.zeros(x.shape[0], 1, dtype=torch.int32, device=x.device))
+        return memory, y
+
+    def empty(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> MemoryState:
+        """Allocate the memory of `batch` sequences that have no token yet, for activations of dtype."""
+        shape = (batch, self.heads, self.key_dim, self.value_dim)
+        state = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        rows, channels = (0, 0) if self.taps is None else (self.conv_width - 1, self.taps.numel() // self.conv_width)
+        return MemoryState(state, torch.zeros(batch, rows, channels, dtype=dtype, device=device))
+
+    def _convolved(
+        self, raw: Sequence[Tensor], memory: MemoryState | None, doc_start: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Convolve the projections of q, k and v, (B, T, C) each, apart: joined they would be copied twice."""
+        if self.taps is None:
+            return raw
+        sizes = [part.shape[-1] for part in raw]
+        taps = self.taps.view(-1, self.conv_width).split(sizes)
+        tails = (None,) * 3 if memory is None else memory.tail.split(sizes, -1)
+        return [
+            causal_convolution(part, weight, doc_start=doc_start, carry=tail)
+            for part, weight, tail in zip(raw, taps, tails, strict=True)
+        ]
+
+    def _tail(self, raw: Sequence[Tensor], memory: MemoryState | None) -> Tensor:
+        """Return the projections of the last W - 1 tokens, (B, W - 1, C), whatever document they are of."""
+        if self.taps is None:
+            return raw[0].new_empty(raw[0].shape[0], 0, 0)
+        rows = self.conv_width - 1
+        newest = torch.cat([part[:, -rows:] for part in raw], -1)
+        if newest.shape[1] == rows:
+            return newest
+        batch, tokens, channels = newest.shape
+        before = newest.new_zeros(batch, rows - tokens, channels) if memory is None else memory.tail[:, tokens:]
+        return torch.cat((before, newest), 1)
+
+    def _convolved_nodes(
+        self, parts: Sequence[Tensor], memory: MemoryState, parents: Tensor, earlier: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Convolve the projections of N nodes, each after its own ancestors: the parts, and the raw inputs joined.
+
+        A node is a row of one token that carries its W - 1 predecessors, so its bits depend on nothing else.
+        """
+        if self.taps is None:
+            return parts, parts[0].new_empty(*parts[0].shape[:2], 0)
+        raw, rows = torch.cat(tuple(parts), -1), self.conv_width - 1  # (B, N, C)
+        if earlier is None:
+            earlier = earlier_tokens(parents)
+        known = torch.cat((memory.tail, raw), 1)  # row W - 1 + n is node n, row W - 2 the last committed token
+        carry = known[:, earlier[:, :rows].flip(1) + rows]  # (B, N, W - 1, C), oldest first
+        y = causal_convolution(raw.flatten(0, 1)[:, None], self.taps, carry=carry.flatten(0, 1)).view_as(raw)
+        return y.split([part.shape[-1] for part in parts], -1), raw
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1))  # (B, T, H, K)

@@ -434,6 +434,8 @@ def _activation_bytes(config: Config, recompute: str) -> int:
     # chunks' states; the gates' float32 input
     recurrent = width * (3 * D + 4 * keys + 6 * values) + 4 * keys * model.recurrent_value_dim // model.chunk_size
     recurrent += 4 * D if width == 2 else 0
+    # the convolution's inputs
+    recurrent += width * (2 * keys + values) if model.conv_width else 0
     # q raw, normed, rotated twice, y; k the same; v
     attention = width * (3 * D + 5 * query + 5 * key_value)
     feed_forward = width * (3 * D + 3 * F)
@@ -483,7 +485,7 @@ def _generation_parts(config: Config, kind: str) -> dict[str, int]:
     prefill = min(config.generation.prefill_chunk, model.max_context_len)
     return {
         "weights": width * (model.total_parameters - wide) + 4 * wide,
-        "recurrent state": model.state_bytes(),
+        "recurrent state": model.state_bytes(width=width),
         "cache": model.cache_bytes(config.generation.cache_bits, positions=positions),
         "workspace": prefill * width * (6 * model.hidden_dim + 3 * model.ffn_dim) + 4 * 8 * model.vocab_size,
         "context": int(_CONTEXT_BYTES[kind]),
@@ -495,8 +497,9 @@ def _decode_bytes(config: Config) -> float:
     model = config.model
     width = {"fp32": 4.0, "fp4": 4.25 / 8, "fp4-emulated": 4.25 / 8}.get(config.precision.precision, 2.0)
     matrices = width * (model.matrix_parameters - model.embedding_parameters)
-    head = (4 if config.precision.precision == "fp32" else 2) * model.embedding_parameters
-    return matrices + head + 2 * model.state_bytes() + model.cache_bytes(config.generation.cache_bits)
+    wide = 4 if config.precision.precision == "fp32" else 2
+    head, state = wide * model.embedding_parameters, model.state_bytes(width=wide)
+    return matrices + head + 2 * state + model.cache_bytes(config.generation.cache_bits)
 
 
 def preflight(config: Config, facts: DeviceFacts, *, folder: Path | None = None) -> Plan:
@@ -811,15 +814,13 @@ def _remove_folder(path: Path) -> None:
 
 
 def _leaves(carry: Sequence[LayerCarry]) -> list[Tensor]:
-    return [x for layer in carry for x in ([layer] if isinstance(layer, Tensor) else layer)]
+    return [x for layer in carry for x in layer]
 
 
 def _rebuild(carry: Sequence[LayerCarry], leaves: Sequence[Tensor]) -> list[LayerCarry]:
     """Put leaves into the structure of carry."""
     source = iter(leaves)
-    return [
-        next(source) if isinstance(layer, Tensor) else type(layer)(*(next(source) for _ in layer)) for layer in carry
-    ]
+    return [type(layer)(*(next(source) for _ in layer)) for layer in carry]
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -1674,7 +1675,8 @@ def _check_start(path: Path, info: Mapping[str, Any], config: Config, tokens: To
 
 
 def _check_same_run(manifest: Mapping[str, Any], config: Config, tokens: TokenFile) -> None:
-    saved, now = manifest["config"], asdict(config)
+    # a setting that is younger than the checkpoint had its default
+    saved, now = asdict(config_from_dict(manifest["config"])), asdict(config)
     pairs = [(f"{s}.{key}", saved[s].get(key), value) for s in _FIXED_SECTIONS for key, value in now[s].items()]
     pairs += [(f"train.{key}", saved["train"].get(key), now["train"][key]) for key in _FIXED_FIELDS]
     pairs += [(f"data.{key}", manifest["data"].get(key), value) for key, value in _data_facts(tokens).items()]
