@@ -43,11 +43,26 @@ def _one_thread(_fixed_randomness: None) -> None:
     torch.set_num_threads(1)  # the tensors are tiny, waking a second thread takes longer than they do
 
 
+def make_model(width: int = 0, device: str = "cpu", precision: str = "fp32", **shape: object) -> HybridLanguageModel:
+    """Drawn weights; the taps of a convolution, where there are some, off their start."""
+    with torch.device(device):
+        model = HybridLanguageModel(replace(TINY, conv_width=width, **shape), PrecisionConfig(precision=precision))
+    model.init_weights(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("taps"):
+            torch.nn.init.normal_(parameter, 0, 0.5, torch.Generator(device).manual_seed(len(name)))
+    return model
+
+
 @pytest.fixture(scope="module")
 def model() -> HybridLanguageModel:
-    model = HybridLanguageModel(TINY, PrecisionConfig(precision="fp32"))
-    model.init_weights(0)
-    return model
+    return make_model()
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["plain", "four-taps"])
+def any_model(request: pytest.FixtureRequest) -> HybridLanguageModel:
+    """Without a convolution and with one: for the tests of state, trees and roll-back."""
+    return make_model(request.param)
 
 
 # ---------------------------------------------------------------------------
@@ -124,7 +139,8 @@ def _steps(model: HybridLanguageModel, ids: Tensor, state, nodes: int = 1) -> Te
     return torch.cat(out, 1)
 
 
-def test_training_prefill_chunks_and_steps_give_the_same_logits_and_state(model: HybridLanguageModel):
+def test_training_prefill_chunks_and_steps_give_the_same_logits_and_state(any_model: HybridLanguageModel):
+    model = any_model
     ids = torch.randint(0, TINY.vocab_size, (1, 230))
     with torch.no_grad():
         truth = model(ids).hidden
@@ -169,7 +185,8 @@ def test_quantised_caches_stay_close_whatever_the_chunks(model: HybridLanguageMo
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_b125_many_new_tokens_on_a_filled_cache(model: HybridLanguageModel, count: int):
+def test_b125_many_new_tokens_on_a_filled_cache(any_model: HybridLanguageModel, count: int):
+    model = any_model
     ids = torch.randint(0, TINY.vocab_size, (1, 20 + count))
     state = model.decode_state(cache_bits=16)
     model.prefill(ids[:, :20], state)
@@ -228,18 +245,16 @@ def _same(plain: StreamingGenerationEngine, drafted: StreamingGenerationEngine) 
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_change_no_id_and_no_stored_bit(model: HybridLanguageModel, options: GenerationConfig):
-    drafts_change_nothing(model, options)
+def test_drafts_change_no_id_and_no_stored_bit(any_model: HybridLanguageModel, options: GenerationConfig):
+    drafts_change_nothing(any_model, options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_drafts_change_no_id_and_no_stored_bit_on_the_gpu(options: GenerationConfig, precision: str):
-    with torch.device("cuda"):
-        model = HybridLanguageModel(TINY, PrecisionConfig(precision=precision))
-    model.init_weights(0)
-    drafts_change_nothing(model, options)
+@pytest.mark.parametrize("width", [0, 4], ids=["plain", "four-taps"])
+def test_drafts_change_no_id_and_no_stored_bit_on_the_gpu(options: GenerationConfig, precision: str, width: int):
+    drafts_change_nothing(make_model(width, "cuda", precision), options)
 
 
 def drafts_change_nothing(model: HybridLanguageModel, options: GenerationConfig) -> None:
@@ -258,7 +273,8 @@ def drafts_change_nothing(model: HybridLanguageModel, options: GenerationConfig)
     assert min(drafted.statistics.accepted) >= 200, drafted.statistics.accepted
 
 
-def test_the_real_draft_head_changes_nothing(model: HybridLanguageModel):
+def test_the_real_draft_head_changes_nothing(any_model: HybridLanguageModel):
+    model = any_model
     # hot enough for the shared noise to decide, so that an untrained head is often right
     options = replace(SAMPLED, temperature=6.0, entropy_low=0.5, top_k=0, top_p=1.0, max_new_tokens=300, cache_bits=8)
     plain, text = _plain(model, options)
@@ -305,7 +321,10 @@ def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridL
 
 @pytest.mark.parametrize("one", [0, 1, None])
 @pytest.mark.parametrize("two", [0, 1, None])
-def test_b091_every_accept_pattern_and_the_calls_it_takes(model: HybridLanguageModel, one: int | None, two: int | None):
+def test_b091_every_accept_pattern_and_the_calls_it_takes(
+    any_model: HybridLanguageModel, one: int | None, two: int | None
+):
+    model = any_model
     options = replace(GREEDY, max_new_tokens=60, cache_bits=16)
     plain, text = _plain(model, options)
     drafted = _scripted(StreamingGenerationEngine(model, replace(options, drafts=True)), text, lambda step: (one, two))

@@ -16,6 +16,8 @@ TINY = replace(
     head_dim=32, recurrent_heads=2, recurrent_key_dim=32, recurrent_value_dim=32, vocab_size=211,
     sliding_window_size=24, anchor_tokens=4,
 )  # fmt: skip
+CONVOLVED = replace(TINY, conv_width=4)
+CONFIGS = pytest.mark.parametrize("config", [TINY, CONVOLVED], ids=["plain", "four-taps"])
 
 
 def make_model(config: ModelConfig = TINY, dtype: torch.dtype = torch.float64, seed: int = 0) -> HybridLanguageModel:
@@ -24,7 +26,7 @@ def make_model(config: ModelConfig = TINY, dtype: torch.dtype = torch.float64, s
     with torch.no_grad():  # move the offsets off zero so that their gradients are generic
         for spec in model.parameter_table():
             if spec.role == "vector":
-                spec.parameter.normal_(0, 0.1)
+                spec.parameter.normal_(0, 0.5 if spec.name.endswith("taps") else 0.1)
     return model.to(dtype)
 
 
@@ -35,27 +37,47 @@ def doc_starts(lengths: list[int]) -> torch.Tensor:
     return torch.cat([torch.full((n,), s, dtype=torch.int32) for s, n in zip(starts, lengths, strict=True)])[None]
 
 
-def test_parameter_table_covers_everything_once_and_counts_exactly():
-    model = HybridLanguageModel(TINY)
+@pytest.mark.parametrize("width", [0, 2, 3, 4])
+def test_parameter_table_covers_everything_once_and_counts_exactly(width):
+    config = replace(TINY, conv_width=width)
+    model = HybridLanguageModel(config)
     table = model.parameter_table()
     assert {s.name for s in table} == {n for n, _ in model.named_parameters()} and len(table) == len({*map(id, table)})
-    assert sum(s.parameter.numel() for s in table) == TINY.total_parameters
+    assert sum(s.parameter.numel() for s in table) == config.total_parameters
     vectors = sum(s.parameter.numel() for s in table if s.role == "vector")
     draft = sum(s.parameter.numel() for s in table if s.name.startswith("draft."))
-    assert (vectors, draft) == (TINY.vector_parameters, TINY.draft_parameters)
+    assert (vectors, draft) == (config.vector_parameters, config.draft_parameters)
+    taps = [s for s in table if s.name.endswith("operator.taps")]
+    assert [s.name for s in taps] == [f"layers.{i}.operator.taps" for i in range(3)] * bool(width)
+    assert all(s.role == "vector" and s.parameter.shape == (width * 192,) and not s.conditioned for s in taps)
     assert [s.name for s in table if s.role == "attention_output"] == ["layers.3.operator.output.weight"]
     assert sum(s.role == "gate" for s in table) == 9 and not any(s.conditioned for s in table if s.role == "gate")
 
 
-def test_full_size_builds_on_the_meta_device():
+@pytest.mark.parametrize("width", [0, 4])
+def test_full_size_builds_on_the_meta_device(width):
+    config = ModelConfig(conv_width=width)
     with torch.device("meta"):
-        model = HybridLanguageModel(ModelConfig())
+        model = HybridLanguageModel(config)
         model.init_weights(0)
-    assert sum(p.numel() for p in model.parameters()) == ModelConfig().total_parameters
+    assert sum(p.numel() for p in model.parameters()) == config.total_parameters
+
+
+def test_taps_leave_every_other_weight_and_start_at_the_identity():
+    plain, convolved = HybridLanguageModel(TINY), HybridLanguageModel(CONVOLVED)
+    for model in (plain, convolved):
+        model.init_weights(3)
+    named, taps = dict(convolved.named_parameters()), 0
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, named.pop(name)), name
+    for parameter in named.values():
+        taps += parameter.numel()
+        assert not parameter.any()
+    assert taps == CONVOLVED.total_parameters - TINY.total_parameters == 3 * 4 * 2 * 96
 
 
 def test_initialisation_as_printed():
-    model = HybridLanguageModel(preset("nano").model)
+    model = HybridLanguageModel(replace(preset("nano").model, conv_width=4))
     model.init_weights(3)
     for spec in model.parameter_table():
         if spec.role == "vector":
@@ -65,8 +87,9 @@ def test_initialisation_as_printed():
         assert spec.parameter.std().item() == pytest.approx(std, rel=0.1), spec.name
 
 
-def test_b001_packed_documents_equal_documents_alone():
-    model = make_model(dtype=torch.float32)
+@CONFIGS
+def test_b001_packed_documents_equal_documents_alone(config):
+    model = make_model(config, dtype=torch.float32)
     lengths = [70, 1, 200]
     ids, doc_start = torch.randint(0, 211, (1, 271)), doc_starts([70, 1, 200])
     with torch.no_grad():
@@ -82,19 +105,21 @@ def test_b001_packed_documents_equal_documents_alone():
     assert torch.equal(again[:, 70:], packed[:, 70:]) and not torch.equal(again[:, :70], packed[:, :70])
 
 
-def test_b001_cross_document_gradient_is_exactly_zero():
-    model = make_model()
+@CONFIGS
+def test_b001_cross_document_gradient_is_exactly_zero(config):
+    model = make_model(config)
     ids = torch.arange(0, 202).reshape(1, -1) % 211  # every token of document 1 occurs once
     hidden = model(ids, doc_start=doc_starts([70, 1, 131])).hidden
     (grad,) = torch.autograd.grad(hidden[:, 71:].square().sum() + hidden[:, 71:, 0].sum(), model.embedding)
     assert not grad[:71].any() and grad[71:202].any()
 
 
-def test_segments_equal_the_whole_row():
-    model = make_model()
+@CONFIGS
+def test_segments_equal_the_whole_row(config):
+    model = make_model(config)
     ids, doc_start = torch.randint(0, 211, (2, 150)), torch.cat((doc_starts([40, 110]), doc_starts([120, 30])))
     whole = model(ids, doc_start=doc_start).hidden
-    for size in (8, 50, 149):  # segments shorter than the window too
+    for size in (2, 8, 50, 149):  # segments shorter than the window too, and than the taps
         carry, parts = None, []
         for a in range(0, 150, size):
             out = model(ids[:, a : a + size], doc_start=doc_start[:, a : a + size] - a, carry=carry, return_carry=True)
@@ -103,9 +128,10 @@ def test_segments_equal_the_whole_row():
         assert (torch.cat(parts, 1) - whole).abs().max() < 1e-11, size
 
 
+@CONFIGS
 @pytest.mark.parametrize("recompute", ["ffn", "layer"])
-def test_recomputation_changes_no_bit(recompute):
-    model = make_model(dtype=torch.float32)
+def test_recomputation_changes_no_bit(recompute, config):
+    model = make_model(config, dtype=torch.float32)
     ids = torch.randint(0, 211, (1, 90))
     grads = []
     for choice in ("none", recompute):
@@ -159,11 +185,25 @@ def test_narrow_precision_keeps_the_tail_and_gates_wide(precision):
     assert kinds == [precision] * 7 + ["wide"] and model.draft.output[0].precision == "wide"
 
 
+@CONFIGS
+def test_an_edit_changes_nothing_before_it(config):
+    model = make_model(config, dtype=torch.float32)
+    ids = torch.randint(0, 211, (1, 90))
+    with torch.no_grad():
+        before = model(ids).hidden
+        for t in (1, 40, 89):
+            edited = ids.clone()
+            edited[0, t] = (edited[0, t] + 1) % 211
+            after = model(edited).hidden
+            assert torch.equal(after[:, :t], before[:, :t]) and not torch.equal(after[:, t], before[:, t])
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 2e-5), ("bf16", 4e-2)])
-def test_gpu_backward_against_cpu_float64(precision, bound):
+def test_gpu_backward_against_cpu_float64(precision, bound, width):
     # bf16: every activation of 8 branches is rounded to 8 bits; float32: same model, ieee products
-    config = replace(TINY, head_dim=32, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=384)
+    config = replace(TINY, conv_width=width, head_dim=32, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=384)
     truth = make_model(config)
     model = HybridLanguageModel(config, PrecisionConfig(precision=precision)).cuda()
     model.load_state_dict({k: v.float() for k, v in truth.state_dict().items()})

@@ -122,7 +122,7 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 # a new flag is a reviewed change: add it here, and say in model_config.py what it does
 TRAIN_FLAGS = """
 --adam-beta1 --adam-beta2 --adam-eps --anchor-tokens --attention-layers --attention-output-rule --attention-scope
---average-fraction --average-tau-fraction --chunk-size --clip-norm --context --d-base --data --data-dtype
+--average-fraction --average-tau-fraction --chunk-size --clip-norm --context --conv-width --d-base --data --data-dtype
 --decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1 --draft-loss-weight-2 --embedding-lr
 --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
 --initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len

@@ -51,6 +51,17 @@ def test_r1_parameter_count():
     assert config.matrix_parameters % 7 == 0 and 4_960_153_600 % 7 != 0
 
 
+def test_a_convolution_adds_its_taps_and_nothing_else():
+    plain = ModelConfig()
+    for width in (2, 3, 4):
+        convolved = replace(plain, conv_width=width)
+        taps = 24 * width * 3 * 28 * 128
+        assert convolved.vector_parameters - plain.vector_parameters == taps
+        assert convolved.total_parameters - plain.total_parameters == taps
+        assert convolved.matrix_parameters == plain.matrix_parameters
+        assert convolved.forward_flops_per_token(64) - plain.forward_flops_per_token(64) == 2 * taps
+
+
 def test_layer_typing_is_three_to_one():
     config = ModelConfig()
     attention = [i for i in range(config.layers) if config.is_attention(i)]
@@ -60,6 +71,9 @@ def test_layer_typing_is_three_to_one():
 def test_r16_state_and_cache_bytes():
     config = ModelConfig()
     assert config.state_bytes() == 24 * 28 * 128 * 128 * 4 == 44_040_192
+    # and three tokens of q, k and v, 16 bit
+    convolved = replace(config, conv_width=4)
+    assert convolved.state_bytes(2, width=2) == 2 * (44_040_192 + 24 * 3 * 10_752 * 2)
     # 67.1 MB and 8.59 GB of codes; one float32 scale a token and head on top
     assert config.cache_bytes(8) == 67_108_864 * 132 // 128
     assert 8.59e9 < config.cache_bytes(8, config.max_context_len) < 8.9e9
@@ -76,6 +90,8 @@ def test_r16_state_and_cache_bytes():
         (dict(head_dim=100), "got 100"),
         (dict(anchor_tokens=9000), "9000"),
         (dict(vocab_size=0), "vocab_size"),
+        (dict(conv_width=1), r"conv_width must be 0 \(none\), 2, 3 or 4, got 1"),
+        (dict(conv_width=5), "got 5"),
     ],
 )
 def test_impossible_shapes_are_refused_by_name(change, words):
