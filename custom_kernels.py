@@ -9,9 +9,9 @@ statistics, softmax and losses are float32. Nothing is random but what a `seed` 
 every result repeats bit for bit. Tiles are fixed choices per case, never searched for.
 
 Sections, each self-contained after the shared device functions: matrix product; norms and SwiGLU; linear cross entropy;
-orthogonalisation; causal convolution; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard transform and
-microscaled formats; layer primitives. Letters as in model_config.py; kernels use p_ pointers, b_ blocks, o_ offsets,
-m_ masks, i_ program indices, and tiles BM BN BK.
+orthogonalisation; causal convolution; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard
+transform and microscaled formats; layer primitives. Letters as in model_config.py; kernels use p_ pointers, b_ blocks,
+o_ offsets, m_ masks, i_ program indices, and tiles BM BN BK.
 """
 
 import functools
@@ -1369,13 +1369,17 @@ def _causal_convolution_bwd_kernel(
         g2 = _convolution_load(p_dy, t + 2, T, C, o_c, m_c)
         g3 = _convolution_load(p_dy, t + 3, T, C, o_c, m_c)
         e0, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
-            g0, r3, r2, r1, r0, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t, p_doc, T, last, HAS_DOC, W)
+            g0, r3, r2, r1, r0, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t, p_doc, T, last, HAS_DOC, W
+        )
         e1, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
-            g1, r4, r3, r2, r1, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 1, p_doc, T, last, HAS_DOC, W)
+            g1, r4, r3, r2, r1, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 1, p_doc, T, last, HAS_DOC, W
+        )
         e2, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
-            g2, r5, r4, r3, r2, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 2, p_doc, T, last, HAS_DOC, W)
+            g2, r5, r4, r3, r2, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 2, p_doc, T, last, HAS_DOC, W
+        )
         e3, d1, d2, d3, a0, a1, a2, a3 = _convolution_gradient(
-            g3, r6, r5, r4, r3, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 3, p_doc, T, last, HAS_DOC, W)
+            g3, r6, r5, r4, r3, w0, w1, w2, w3, d1, d2, d3, a0, a1, a2, a3, t + 3, p_doc, T, last, HAS_DOC, W
+        )
         _convolution_store(p_dx, p_dcarry, e0, t - 3, first, last, C, o_c, m_c, HAS_CARRY, W)
         _convolution_store(p_dx, p_dcarry, e1, t - 2, first, last, C, o_c, m_c, HAS_CARRY, W)
         _convolution_store(p_dx, p_dcarry, e2, t - 1, first, last, C, o_c, m_c, HAS_CARRY, W)
@@ -1421,35 +1425,62 @@ def _causal_convolution_bwd(
     return dx, _partial_sum(partial, taps.dtype).view(W, C).T, dcarry
 
 
+def _causal_convolution_taps_torch(x, taps, doc_start, carry) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
+    """Rows that each tap reads (B, T, C), where it may (B, T, 1), and the sum over taps; in the computing type."""
+    T, W = x.shape[1], taps.shape[1]
+    rows = F.pad(x, (0, 0, W - 1, 0)) if carry is None else torch.cat((carry, x), 1)
+    rows, index = rows.to(_compute_dtype(x)), torch.arange(T, device=x.device)  # (B, W - 1 + T, C)
+    read, inside = [rows[:, W - 1 :]], [None]
+    for back in range(1, W):
+        earlier, may = rows[:, W - 1 - back : W - 1 - back + T], None
+        if doc_start is not None:
+            # before the product: what is not read may be nan
+            may = (index - back >= doc_start)[..., None]
+            earlier = torch.where(may, earlier, 0)
+        read.append(earlier)
+        inside.append(may)
+    total = read[0] * (1 + taps[:, 0])
+    for back in range(1, W):
+        total = total + read[back] * taps[:, back]
+    # below -80 silu is under 2e-33, and exp would overflow
+    return read, inside, total.clamp(min=-80)
+
+
+def _causal_convolution_torch(x, taps, doc_start, carry) -> Tensor:
+    *_, total = _causal_convolution_taps_torch(x, taps.to(_compute_dtype(x)), doc_start, carry)
+    # as in the gated activation: torch's silu rounds the last elements of a tensor otherwise than the rest
+    return (total / (1 + torch.exp(-total))).to(x.dtype)
+
+
+def _causal_convolution_torch_bwd(x, taps, doc_start, carry, dy) -> tuple[Tensor, Tensor, Tensor | None]:
+    W, work = taps.shape[1], taps.to(_compute_dtype(x))
+    read, inside, total = _causal_convolution_taps_torch(x, work, doc_start, carry)
+    gate = 1 / (1 + torch.exp(-total))
+    dtotal = dy * gate * (1 + total * (1 - gate))
+    drows = F.pad(dtotal * (1 + work[:, 0]), (0, 0, W - 1, 0))  # (B, W - 1 + T, C)
+    dtaps = [(dtotal * read[0]).sum((0, 1))]
+    for back in range(1, W):
+        part = dtotal if inside[back] is None else torch.where(inside[back], dtotal, 0)
+        drows[:, W - 1 - back : W - 1 - back + x.shape[1]] += part * work[:, back]
+        dtaps.append((part * read[back]).sum((0, 1)))
+    dcarry = None if carry is None else drows[:, : W - 1].to(carry.dtype)
+    return drows[:, W - 1 :].to(x.dtype), torch.stack(dtaps, 1).to(taps.dtype), dcarry
+
+
 class _CausalConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, taps, doc_start, carry)
-        return _causal_convolution_fwd(x, taps, doc_start, carry)
+        forward = _causal_convolution_fwd if _uses_kernel(x) else _causal_convolution_torch
+        return forward(x, taps, doc_start, carry)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dtaps, dcarry = _causal_convolution_bwd(*ctx.saved_tensors, dy.contiguous())
+        saved = ctx.saved_tensors
+        backward = _causal_convolution_bwd if _uses_kernel(saved[0]) else _causal_convolution_torch_bwd
+        dx, dtaps, dcarry = backward(*saved, dy.contiguous())
         return dx, dtaps, None, dcarry
-
-
-def _causal_convolution_torch(x: Tensor, taps: Tensor, doc_start: Tensor | None, carry: Tensor | None) -> Tensor:
-    T, W = x.shape[1], taps.shape[1]
-    work = _compute_dtype(x)
-    rows = F.pad(x, (0, 0, W - 1, 0)) if carry is None else torch.cat((carry, x), 1)
-    rows, taps = rows.to(work), taps.to(work)  # (B, W - 1 + T, C)
-    index = torch.arange(T, device=x.device)
-    total = rows[:, W - 1 :] * (1 + taps[:, 0])
-    for back in range(1, W):
-        earlier = rows[:, W - 1 - back : W - 1 - back + T]
-        if doc_start is not None:
-            # before the product: what is not read may be nan, and its tap's gradient is not
-            earlier = torch.where((index - back >= doc_start)[..., None], earlier, 0)
-        total = total + earlier * taps[:, back]
-    # as in the gated activation: torch's silu rounds the last elements of a tensor otherwise than the rest
-    total = total.clamp(min=-80)
-    return (total / (1 + torch.exp(-total))).to(x.dtype)
 
 
 def causal_convolution(
@@ -1479,11 +1510,10 @@ def causal_convolution(
         found = f"got {tuple(carry.shape)} {carry.dtype}"
         fits = tuple(carry.shape) == (B, W - 1, C) and carry.dtype == x.dtype
         _require(fits, f"carry must be {(B, W - 1, C)} {x.dtype}, {found}")
-    taps = taps.view(C, W)
-    if not _uses_kernel(x):
-        return _causal_convolution_torch(x, taps, doc_start, carry)
-    doc_start, carry = (None if given is None else given.contiguous() for given in (doc_start, carry))
-    return _CausalConvolution.apply(x.contiguous(), taps.contiguous(), doc_start, carry)
+    x, taps, doc_start, carry = (
+        None if given is None else given.contiguous() for given in (x, taps.reshape(C, W), doc_start, carry)
+    )
+    return _CausalConvolution.apply(x, taps, doc_start, carry)
 
 
 # ---------------------------------------------------------------------------

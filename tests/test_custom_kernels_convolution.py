@@ -29,8 +29,9 @@ CONV_BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 def conv_doc(T: int, *rows: list[int]) -> Tensor:
     """doc_start (B, T) of rows given as rising starts, of which the first may be negative."""
-    index = torch.arange(T)
-    return torch.stack([torch.stack([torch.where(index >= s, s, -(1 << 20)) for s in row]).amax(0) for row in rows]).int()
+    index, never = torch.arange(T), -(1 << 20)
+    starts = [torch.stack([torch.where(index >= s, s, never) for s in row]).amax(0) for row in rows]
+    return torch.stack(starts).int()
 
 
 def conv_random_doc(T: int, seed: int = 0) -> Tensor:
@@ -101,6 +102,10 @@ def test_zero_taps_are_the_identity_before_silu(device, dtype):
 
 @pytest.mark.parametrize("device, dtype", CONV_CASES)
 def test_convolution_any_cut_gives_the_same_bits_and_the_same_gradients(device, dtype):
+    convolution_cuts(device, dtype, ([1] * 140, [2] * 70, [64, 76], [65, 1, 74], [3, 130, 7]))
+
+
+def convolution_cuts(device, dtype, cuts) -> None:
     """Segments that hand on their last inputs, also ones shorter than the taps reach."""
     T, C, W = 140, 6, 4
     x, taps = torch.randn(2, T, C).to(device, dtype), torch.randn(C, W).to(device)
@@ -120,7 +125,7 @@ def test_convolution_any_cut_gives_the_same_bits_and_the_same_gradients(device, 
         return [y.detach(), *torch.autograd.grad(y, leaves, do)]
 
     whole = run([T])
-    for sizes in ([1] * T, [2] * 70, [64, 76], [65, 1, 74], [3, 130, 7]):
+    for sizes in cuts:
         y, dx, dtaps = run(sizes)
         assert torch.equal(y, whole[0]), sizes
         # a cut row's gradient is the sum of two roundings
@@ -134,7 +139,7 @@ def test_an_edit_of_one_document_changes_no_bit_of_the_others(device, dtype):
     """Not even when it is not a number: values, gradients of x, taps and carry of the second document."""
     x, carry = torch.randn(1, 80, 4).to(device, dtype), torch.randn(1, 3, 4).to(device, dtype)
     taps = torch.randn(4, 4, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    for start in (1, 2, 3, 63, 64, 65, 66):
+    for start in (1, 3, 64, 66):
         doc = conv_doc(80, [-5, start]).to(device)
         do = torch.randn(1, 80, 4).to(x)
         do[:, :start] = 0
@@ -193,13 +198,13 @@ def test_convolution_refuses_wrong_shapes():
             causal_convolution(x, wrong)
     with pytest.raises(ValueError, match=r"carry must be \(2, 3, 8\) torch.float32, got \(2, 4, 8\)"):
         causal_convolution(x, taps, carry=torch.zeros(2, 4, 8))
-    with pytest.raises(ValueError, match="torch.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float64"):
         causal_convolution(x, taps, carry=torch.zeros(2, 3, 8).double())
     with pytest.raises(ValueError, match=r"doc_start must have shape \(2, 5\), got \(5,\)"):
         causal_convolution(x, taps, doc_start=torch.zeros(5, dtype=torch.int32))
-    with pytest.raises(ValueError, match="int32, got torch.int64"):
+    with pytest.raises(ValueError, match=r"int32, got torch\.int64"):
         causal_convolution(x, taps, doc_start=torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="x on cpu must be one of .* got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x on cpu must be one of .* got torch\.bfloat16"):
         causal_convolution(x.bfloat16(), taps)
 
 
@@ -212,10 +217,10 @@ import test_custom_kernels as t
 torch.set_num_threads(1)
 f32 = torch.float32
 assert t.custom_kernels._uses_kernel(torch.zeros(1))
-for T, C, W in ((1, 1, 2), (1, 33, 4), (2, 16, 4), (3, 7, 3), (63, 16, 4), (66, 8, 3), (5, 257, 4), (130, 3, 4)):
+for T, C, W in ((1, 1, 2), (1, 33, 4), (3, 7, 3), (66, 8, 3), (5, 257, 4), (130, 3, 4)):
     for carried in (False, True):
         t.test_convolution_parity("cpu", f32, T, C, W, carried)
-t.test_convolution_any_cut_gives_the_same_bits_and_the_same_gradients("cpu", f32)
+t.convolution_cuts("cpu", f32, ([2, 1, 2, 1, 1, 133], [65, 1, 74]))
 t.test_an_edit_of_one_document_changes_no_bit_of_the_others("cpu", f32)
 t.test_convolution_is_causal("cpu", f32)
 t.test_a_row_s_bits_do_not_depend_on_the_other_rows("cpu", f32)

@@ -338,7 +338,8 @@ def test_b091_every_accept_pattern_and_the_calls_it_takes(
         assert calls <= 60 / 2.9
 
 
-def test_the_text_depends_on_seed_and_prompt_only(model: HybridLanguageModel):
+def test_the_text_depends_on_seed_and_prompt_only(any_model: HybridLanguageModel):
+    model = any_model
     options = replace(SAMPLED, max_new_tokens=30)
     engine, text = _plain(model, options)
     assert _run(engine) == text and _plain(model, options)[1] == text
@@ -438,14 +439,15 @@ def test_closing_the_stream_keeps_what_was_made(model: HybridLanguageModel):
     assert _run(engine) == text and engine.requests == 3
 
 
-def test_figures_of_a_long_text(model: HybridLanguageModel, monkeypatch: pytest.MonkeyPatch):
+def test_figures_of_a_long_text(any_model: HybridLanguageModel, monkeypatch: pytest.MonkeyPatch):
+    model = any_model
     monkeypatch.setattr("generation_engine.CURVE_TOKENS", 16)
     engine, text = _plain(model, replace(SAMPLED, max_new_tokens=64))
     figures = engine.statistics
     assert [p.tokens for p in figures.curve] == [16, 32, 48, 64] and figures.curve[-1].repetition == figures.repetition
     assert figures.repetition == pytest.approx(1 - len(set(text)) / 64)
     assert 0 < figures.entropy_mean < math.log(TINY.vocab_size) and figures.stop_reason == "length"
-    assert figures.state_bytes == TINY.state_bytes() and figures.cache_bytes > TINY.cache_bytes(4)
+    assert figures.state_bytes == model.config.state_bytes() and figures.cache_bytes > TINY.cache_bytes(4)
     assert (figures.prompt_tokens, figures.tokens, figures.backbone_calls) == (90, 64, 64) and engine.stop_rate == 0.0
 
 

@@ -494,6 +494,7 @@ def test_no_kernel_is_compiled_anew_at_a_change_of_length(monkeypatch):
             custom_kernels.fused_rmsnorm(x, leaf(32)),
             custom_kernels.fused_residual_sphere(x, wide, leaf(32)),
             custom_kernels.fused_swiglu(x, wide),
+            custom_kernels.causal_convolution(q.flatten(2), leaf(64, 4), doc_start=starts, carry=leaf(rows, 3, 64)),
             custom_kernels.linear_product(x, leaf(48, 32)),
             custom_kernels.fused_chunked_cross_entropy(x, leaf(512, 32), torch.zeros(rows * length, dtype=torch.long)),
         ]  # fmt: skip

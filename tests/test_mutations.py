@@ -58,7 +58,8 @@ INITIAL, ANCHORS = "gradient of the initial state dropped", "anchors' gradient d
 PARTIAL, SCALED, ROUNDED = "last partial chunk dropped", "a scale of 1.005", "beta rounded to bf16"
 DENOMINATOR, RATE = "cross entropy's denominator", "muP multiplier swapped"
 REJECTED = "one rejected draft left in the state"
-ISSUES = (SIGN, INDEX, RESET, INITIAL, ANCHORS, PARTIAL, SCALED, ROUNDED, DENOMINATOR, RATE, REJECTED)
+TAPS, LEAK, TAIL = "taps in the wrong order", "tap over a document's start", "gradient of the taps' carry dropped"
+ISSUES = (SIGN, INDEX, RESET, INITIAL, ANCHORS, PARTIAL, SCALED, ROUNDED, DENOMINATOR, RATE, REJECTED, TAPS, LEAK, TAIL)
 # the optimizer's rates are host arithmetic: no kernel computes them
 HOST_ONLY = {RATE}
 FLOAT32_ONLY = {SCALED, ROUNDED}
@@ -125,7 +126,8 @@ MUTANTS = [
            ("_scan_store(dinitial_ptr + i_bh * (K * V), b_ds,",
             "_scan_store(dinitial_ptr + i_bh * (K * V), b_ds * 0,")),
     mutant(INITIAL, "carried between segments", "cpu", RECURRENT, "segments",
-           ("initial_state=state,", "initial_state=None if state is None else state.detach(),")),
+           ("initial_state=None if memory is None else memory.state,",
+            "initial_state=None if memory is None else memory.state.detach(),")),
 
     mutant(ANCHORS, "carried keys", "cpu", KERNELS, "attention",
            ("torch.where(is_old, anchor_k[:, old], far_k)", "torch.where(is_old, anchor_k[:, old].detach(), far_k)")),
@@ -271,6 +273,46 @@ MUTANTS = [
             "            if match is None:\n                return [*path, children[0]], emitted")),
     mutant(REJECTED, "hidden state of the model", "cpu", MODEL, "node_commit",
            ("last = path.gather(1, accepted[:, None] - 1)", "last = path[:, -1:].clamp(min=0)")),
+    mutant(REJECTED, "inputs of the convolution", "cpu", RECURRENT, "node_commit",
+           ("accepted = (path >= 0).sum(1)[:, None]", "accepted = (path >= -1).sum(1)[:, None]")),
+
+    mutant(TAPS, "sum", "cpu", KERNELS, "convolution",
+           ("total = total + read[back] * taps[:, back]", "total = total + read[back] * taps[:, W - back]")),
+    mutant(TAPS, "sum", "triton", KERNELS, "convolution",
+           ("return w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3", "return w0 * x0 + w3 * x1 + w2 * x2 + w1 * x3")),
+    mutant(TAPS, "gradient of the inputs", "cpu", KERNELS, "convolution",
+           ("+= part * work[:, back]", "+= part * work[:, W - back]")),
+    mutant(TAPS, "gradient of the inputs", "triton", KERNELS, "convolution",
+           ("done = d3 + w3 * g3", "done = d3 + w1 * g3")),
+    mutant(TAPS, "gradient of the taps", "cpu", KERNELS, "convolution",
+           ("dtaps.append((part * read[back]).sum((0, 1)))", "dtaps.insert(1, (part * read[back]).sum((0, 1)))")),
+    mutant(TAPS, "gradient of the taps", "triton", KERNELS, "convolution",
+           ("tl.store(p_o + C, a1, mask=m_c)", "tl.store(p_o + C, a3, mask=m_c)"),
+           ("tl.store(p_o + 3 * C, a3,", "tl.store(p_o + 3 * C, a1,")),
+    mutant(TAPS, "history of a node", "cpu", RECURRENT, "convolved_steps",
+           ("earlier[:, :rows].flip(1) + rows", "earlier[:, :rows] + rows")),
+
+    mutant(LEAK, "both directions", "cpu", KERNELS, "convolution",
+           ("may = (index - back >= doc_start)[..., None]", "may = (index - back >= doc_start - 1)[..., None]")),
+    mutant(LEAK, "both directions", "triton", KERNELS, "convolution",
+           ("tl.minimum(t - tl.load(p_doc + t, mask=t < T, other=0), W - 1)",
+            "tl.minimum(t - tl.load(p_doc + t, mask=t < T, other=0) + 1, W - 1)")),
+    mutant(LEAK, "gradient of the inputs", "cpu", KERNELS, "convolution",
+           ("part = dtotal if inside[back] is None else torch.where(inside[back], dtotal, 0)", "part = dtotal")),
+    mutant(LEAK, "gradient of the inputs", "triton", KERNELS, "convolution",
+           ("g1, g2, g3 = _convolution_within(b_g, b_g, b_g, reach)", "g1, g2, g3 = b_g, b_g, b_g")),
+    mutant(LEAK, "layer", "cpu", RECURRENT, "convolved_layer",
+           ("(part, weight, doc_start=doc_start,", "(part, weight, doc_start=None,")),
+
+    mutant(TAIL, "operation", "cpu", KERNELS, "convolution",
+           ("drows[:, : W - 1].to(carry.dtype)", "0 * drows[:, : W - 1].to(carry.dtype)")),
+    mutant(TAIL, "operation", "triton", KERNELS, "convolution",
+           ("tl.store(p_dcarry + row * C + o_c, b_d.to(", "tl.store(p_dcarry + row * C + o_c, (b_d * 0).to(")),
+    mutant(TAIL, "carried between segments", "cpu", RECURRENT, "segments",
+           ("else memory.tail.split(sizes, -1)", "else memory.tail.detach().split(sizes, -1)")),
+    mutant(TAIL, "handed on between segments", "cpu", RECURRENT, "segments",
+           ("newest = torch.cat([part[:, -rows:] for part in raw], -1)",
+            "newest = torch.cat([part[:, -rows:].detach() for part in raw], -1)")),
 ]  # fmt: skip
 
 # the harness itself: an equivalent change must survive, a broken one must not count as a kill
@@ -368,6 +410,28 @@ def check_rmsnorm(device: str, dtype: torch.dtype) -> None:
     t.dense_parity("rmsnorm", t.fused_rmsnorm, t.fused_rmsnorm_reference, inputs)
 
 
+def check_convolution(device: str, dtype: torch.dtype) -> None:
+    """A carry, documents that start at each place near it, and several blocks of tokens."""
+    import test_custom_kernels_convolution as t
+
+    for T in (5, 70):
+        doc = t.conv_doc(T, [-2, 2, 3], [-1, 1, T - 1])
+        t.conv_parity(2, T, 5, 4, device=device, dtype=dtype, doc=doc)
+        t.conv_parity(2, T, 5, 4, device=device, dtype=dtype)
+
+
+def check_convolved_steps(device: str, dtype: torch.dtype) -> None:
+    import test_recurrent_layers as t
+
+    t.test_chunked_forward_equals_single_steps(4)
+
+
+def check_convolved_layer(device: str, dtype: torch.dtype) -> None:
+    import test_hybrid_model as t
+
+    t.test_b001_packed_documents_equal_documents_alone(t.CONVOLVED)
+
+
 def check_gates(device: str, dtype: torch.dtype) -> None:
     """The erase gate against the plain formula in float64: rounded to 16 bits it is off by 2e-3."""
     import test_recurrent_layers as t
@@ -384,7 +448,7 @@ def check_segments(device: str, dtype: torch.dtype) -> None:
     import test_train_engine as t
 
     with tempfile.TemporaryDirectory() as folder:
-        t.test_segmented_gradients_equal_unsegmented_ones(Path(folder), 8, "one")
+        t.test_segmented_gradients_equal_unsegmented_ones(Path(folder), 8, "one", 4)
 
 
 def check_micro_batches(device: str, dtype: torch.dtype) -> None:
@@ -461,8 +525,7 @@ def check_node_commit(device: str, dtype: torch.dtype) -> None:
     """The same for the whole decode state of the model, the last hidden state included."""
     import test_generation_engine as t
 
-    model = t.HybridLanguageModel(t.TINY, t.PrecisionConfig(precision="fp32"))
-    model.init_weights(0)
+    model = t.make_model(4)
     tree = t.DraftTree.from_parents([-1, 0, 0, 1, 1, 2, 2])
     stored = {}
     for name, path in (("padded", [0, 2, -1]), ("short", [0, 2])):

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -136,17 +136,36 @@ def assert_same_gradients(got: dict[str, torch.Tensor], truth: dict[str, torch.T
 # Segmented backward (R19)
 
 
+def convolved(config: Config, width: int = 4, **shape: object) -> Config:
+    return replace(config, model=replace(config.model, conv_width=width, **shape))
+
+
+def segmented_gradients(tokens, segment: int, width: int, **shape: object) -> None:
+    """Two rows of 48: whole in one micro-batch, against two micro-batches of segments."""
+    configs = (convolved(tiny_config(row=48, micro=micro, window=24), width, **shape) for micro in (96, segment))
+    whole, cut = (make_engine(config, tokens) for config in configs)
+    for engine in (whole, cut):
+        with torch.no_grad():
+            for name, parameter in engine.model.named_parameters():
+                if name.endswith("taps"):
+                    parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+    assert_same_gradients(gradients(cut), gradients(whole), 1e-12)
+
+
 @pytest.mark.parametrize(
     "segment", [8, 13, 15], ids=["window is 3 segments", "uneven segments", "last without a draft place"]
 )
 @pytest.mark.parametrize("documents", ["one", "many"])
-def test_segmented_gradients_equal_unsegmented_ones(tmp_path: Path, segment: int, documents: str) -> None:
+@pytest.mark.parametrize("width", [0, 4], ids=["plain", "four-taps"])
+def test_segmented_gradients_equal_unsegmented_ones(tmp_path: Path, segment: int, documents: str, width: int) -> None:
     tokens = one_document(tmp_path) if documents == "one" else many_documents(tmp_path)
-    # two rows of 48: whole in one micro-batch, against two micro-batches of segments
-    whole = tiny_config(row=48, micro=96, window=24)
-    truth = gradients(make_engine(whole, tokens))
-    cut = make_engine(tiny_config(row=48, micro=segment, window=24), tokens)
-    assert_same_gradients(gradients(cut), truth, 1e-12)
+    segmented_gradients(tokens, segment, width)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_segments_shorter_than_the_taps_reach_hand_their_gradient_on(tmp_path: Path, width: int) -> None:
+    # a draft loss needs segments longer than the draft head looks ahead
+    segmented_gradients(many_documents(tmp_path), 2, width, draft_depth=0)
 
 
 @pytest.mark.gpu
@@ -251,7 +270,7 @@ def test_a_carry_that_does_not_repeat_is_refused(tmp_path: Path, monkeypatch: py
         output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             return output
-        return output._replace(carry=[c + 1e-7 if isinstance(c, torch.Tensor) else c for c in output.carry])
+        return output._replace(carry=[type(layer)(*(x + 1e-7 for x in layer)) for layer in output.carry])
 
     monkeypatch.setattr(engine.model, "forward", drifting)
     with pytest.raises(TrainingError, match="carry must equal"):
@@ -391,8 +410,8 @@ def run_results(folder: Path) -> tuple[list, bytes, dict[str, str]]:
     return losses, weights, {name: value for name, value in digests.items()}
 
 
-@pytest.mark.parametrize("log_every", [1, 3])
-def test_resume_is_bit_identical_b073(tmp_path: Path, log_every: int) -> None:
+@pytest.mark.parametrize("log_every, width", [(1, 0), (3, 4)])
+def test_resume_is_bit_identical_b073(tmp_path: Path, log_every: int, width: int) -> None:
     tokens = many_documents(tmp_path)
     results = []
     for name, stops in {
@@ -400,7 +419,7 @@ def test_resume_is_bit_identical_b073(tmp_path: Path, log_every: int) -> None:
         "10+10": [(10, signal.SIGINT)],
         "7+7+6": [(7, signal.SIGTERM), (14, signal.SIGTERM)],
     }.items():
-        config = tiny_config(run_dir=tmp_path / name, micro=16, average=0.7)
+        config = convolved(tiny_config(run_dir=tmp_path / name, micro=16, average=0.7), width)
         config = replace(config, train=replace(config.train, log_every=log_every))
         if log_every == 3:
             stops = [(step // 3 * 3, number) for step, number in stops]
@@ -795,16 +814,17 @@ def test_weights_of_another_shape_or_tokenizer_are_refused_before_any_file_is_ma
 # Weights file (R21, B055)
 
 
-def saved_model(tmp_path: Path) -> tuple[TrainingEngine, Path]:
-    engine = make_engine(tiny_config(), one_document(tmp_path))
+def saved_model(tmp_path: Path, width: int = 0) -> tuple[TrainingEngine, Path]:
+    engine = make_engine(convolved(tiny_config(), width), one_document(tmp_path))
     engine.train_step()
     path = tmp_path / "final.safetensors"
     save_weights(path, engine._average(), engine.config, tokenizer_json='{"x": 1}', eos_id=3, step=1, tokens=32)
     return engine, path
 
 
-def test_weights_file_reads_back_to_identical_logits_b055(tmp_path: Path) -> None:
-    engine, path = saved_model(tmp_path)
+@pytest.mark.parametrize("width", [0, 4])
+def test_weights_file_reads_back_to_identical_logits_b055(tmp_path: Path, width: int) -> None:
+    engine, path = saved_model(tmp_path, width)
     model, info = load_weights(path)
     ids = torch.tensor([pattern(30)])
     with torch.no_grad():
@@ -822,8 +842,33 @@ def test_weights_file_reads_back_to_identical_logits_b055(tmp_path: Path) -> Non
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_matrices_can_be_read_in_16_bit(tmp_path: Path) -> None:
+def test_files_older_than_a_setting_take_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weights file and a checkpoint whose configuration does not name the convolution have none."""
+    config = tiny_config(steps=4, run_dir=tmp_path / "run", save_every=1)
+
+    def older(values: Config) -> dict:
+        found = asdict(values)
+        del found["model"]["conv_width"]
+        return found
+
+    as_then = {Config: older}
+    monkeypatch.setattr(train_engine, "asdict", lambda value: as_then.get(type(value), asdict)(value))
     engine, path = saved_model(tmp_path)
+    run_until(config, open_tokens(tmp_path / "tokens.bin"), [])
+    monkeypatch.undo()
+    assert "conv_width" not in newest_checkpoint(tmp_path / "run/checkpoints")[1]["config"]["model"]
+    model, info = load_weights(path)
+    assert info["config"].model.conv_width == 0 and torch.equal(model.embedding, engine.model.embedding)
+    resumed = replace(read_run_config(tmp_path / "run"), train=replace(config.train, resume=True))
+    tokens = open_tokens(tmp_path / "tokens.bin")
+    assert make_engine(resumed, tokens).run().step == 4
+    with pytest.raises(ValueError, match=r"must keep model.conv_width = 0, got 4"):
+        make_engine(convolved(resumed), tokens).run()
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_matrices_can_be_read_in_16_bit(tmp_path: Path, width: int) -> None:
+    engine, path = saved_model(tmp_path, width)
     model, _ = load_weights(path, dtype=torch.bfloat16)
     for spec in model.parameter_table():
         wide = spec.role in ("vector", "gate")
@@ -913,9 +958,11 @@ def test_exported_weights_are_the_terminal_average_b066(tmp_path: Path) -> None:
 # Evaluation
 
 
-def test_evaluate_equals_a_direct_computation_and_segments_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [0, 4])
+def test_evaluate_equals_a_direct_computation_and_segments_change_nothing(tmp_path: Path, width: int) -> None:
     tokens = many_documents(tmp_path)
-    engine = make_engine(tiny_config(), tokens)
+    engine = make_engine(convolved(tiny_config(), width), tokens)
+    engine.train_step()
     model = engine.model
     whole = evaluate(model, tokens, 48, split="training", micro_batch_tokens=96)
     cut = evaluate(model, tokens, 48, micro_batch_tokens=11)
@@ -1014,10 +1061,12 @@ def test_recomputing_more_needs_less_memory(name: str) -> None:
     assert choose_recompute(preset("nano"), H200) == "none"
 
 
+@pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize("recompute", ["none", "ffn"])
-def test_planned_activations_are_what_autograd_keeps(tmp_path: Path, recompute: str) -> None:
+def test_planned_activations_are_what_autograd_keeps(tmp_path: Path, recompute: str, width: int) -> None:
     ids = torch.randint(4096, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = preset("nano").with_values({"context": 256, "tokens_per_step": 512, "total_tokens": 512, "device": "cpu"})
+    values = {"context": 256, "tokens_per_step": 512, "total_tokens": 512, "device": "cpu", "conv_width": width}
+    config = preset("nano").with_values(values)
     engine = make_engine(config, token_file(tmp_path, [ids], vocab=4096))
     (batch,) = engine._load(0)[1]
     kept: dict[int, torch.Tensor] = {}
@@ -1051,8 +1100,9 @@ def test_planned_operations_of_the_draft_head_are_those_done(tmp_path: Path) -> 
     assert planned[0] - planned[1] == pytest.approx(done[0] - done[1], rel=0.05)
 
 
-def test_parameters_of_a_plan_are_the_models(tmp_path: Path) -> None:
-    engine = make_engine(tiny_config(), one_document(tmp_path))
+@pytest.mark.parametrize("width", [0, 4])
+def test_parameters_of_a_plan_are_the_models(tmp_path: Path, width: int) -> None:
+    engine = make_engine(convolved(tiny_config(), width), one_document(tmp_path))
     assert sum(p.numel() for p in engine.model.parameters()) == plan(engine.config, FACTS).parameters
     state = sum(x.numel() for part in (engine.optimizer.state_dict(), engine.model.state_dict()) for x in part.values())
     assert state * 4 + 4 * plan(engine.config, FACTS).parameters == pytest.approx(
