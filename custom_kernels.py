@@ -100,7 +100,7 @@ def _multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
-@_jit
+@_jit_dynamic("P")
 def _partial_sum_kernel(p_partial, p_out, P, D, BP: tl.constexpr, BD: tl.constexpr):
     """out[d] = sum over p of partial[p, d], in one fixed order."""
     o_d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -1193,14 +1193,14 @@ def newton_schulz_orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
 # ---------------------------------------------------------------------------
 # Causal depthwise convolution
 #
-# A program walks BT tokens of BC channels with the last rows in registers, so that every byte of x is read once, but
-# for the three rows before its first token (and, in the backward pass, after its last). Four taps, the widest case, are
-# always computed: absent ones are zero, and the sums are bound by memory.
+# Here C counts channels and W taps. A program walks BT tokens of BC channels with the last rows in registers, so that
+# every byte of x is read once, but for the three rows before its first token (and, in the backward pass, after its
+# last). Four taps, the widest case, are always computed: absent ones are zero, and time goes into bytes, not sums.
 
 _CONVOLUTION_MOST_TAPS = 4
-# not tuned on a device. 256 channels on two warps are 4 a thread, one 8-byte load of bf16: 8 make the backward pass,
-# with its taps, sums and rows, spill. 64 tokens keep the partial sums of taps under 5 % of the bytes and give a row
-# of 2,048 tokens and 512 channels 64 programs
+# from compiled code, not timed on a device. 256 channels on two warps are 4 a thread, one 8-byte load of bf16: the
+# backward pass takes 128 to 183 registers, with 8 a thread 255 and spills on sm_100. 64 tokens keep the partial sums of
+# taps under 5 % of the bytes, and make 64 programs of a row of 2,048 tokens and 512 channels
 _CONVOLUTION_TILE = dict(BT=64, BC=256, num_warps=2)
 
 

@@ -162,6 +162,20 @@ def test_training_prefill_chunks_and_steps_give_the_same_logits_and_state(any_mo
     assert torch.allclose(model.logits(hidden["steps"][:, -5:]), truth[:, -5:] @ model.embedding.T * 0.25, atol=1e-4)
 
 
+def test_a_reset_state_is_a_fresh_one_and_a_copy_is_its_own(any_model: HybridLanguageModel):
+    state, fresh = any_model.decode_state(), any_model.decode_state()
+    any_model.prefill(torch.tensor([PROMPT]), state)
+    kept = {name: value.clone() for name, value in state.tensors().items()}
+    assert sum(name.endswith("tail") for name in kept) == (3 if any_model.config.conv_width else 0)
+    twin = state.copy()
+    state.reset()
+    for name, value in fresh.tensors().items():
+        assert torch.equal(state.tensors()[name], value), name
+        assert torch.equal(twin.tensors()[name], kept[name]), name
+        # a page table never changes; everything else held something
+        assert name.endswith("page_table") or not torch.equal(kept[name], value), name
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_caches_stay_close_whatever_the_chunks(model: HybridLanguageModel, bits: int):
     ids = torch.randint(0, TINY.vocab_size, (1, 230))

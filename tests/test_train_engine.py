@@ -170,11 +170,12 @@ def test_segments_shorter_than_the_taps_reach_hand_their_gradient_on(tmp_path: P
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", ["one", "many"])
-def test_segmented_gradients_on_the_gpu(tmp_path: Path, documents: str) -> None:
+@pytest.mark.parametrize("width", [0, 4], ids=["plain", "four-taps"])
+def test_segmented_gradients_on_the_gpu(tmp_path: Path, documents: str, width: int) -> None:
     """Native float32 kernels and pinned carries against the unsegmented float64 gradients of the CPU."""
     tokens = one_document(tmp_path) if documents == "one" else many_documents(tmp_path)
-    reference = make_engine(tiny_config(row=48, micro=96, window=24), tokens)
-    engine = gpu_engine(tiny_config(row=48, micro=13, window=24), tokens)
+    reference = make_engine(convolved(tiny_config(row=48, micro=96, window=24), width), tokens)
+    engine = gpu_engine(convolved(tiny_config(row=48, micro=13, window=24), width), tokens)
     engine.model.load_state_dict(reference.model.state_dict())
     step_plan, batches = engine._load(0)
     for batch in batches:
@@ -208,13 +209,16 @@ def test_resume_is_bit_identical_on_the_gpu(tmp_path: Path, precision: str, micr
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "precision, recompute",
-    [("fp32", "none"), ("bf16", "layer"), ("bf16", "ffn"), ("fp8", "none"), ("fp4-emulated", "none")],
-)
-def test_recorded_steps_are_the_launched_ones_bit_for_bit(tmp_path: Path, precision: str, recompute: str) -> None:
+    "precision, recompute, width",
+    [("fp32", "none", 0), ("bf16", "layer", 0), ("bf16", "ffn", 0), ("fp8", "none", 0), ("fp4-emulated", "none", 0),
+     ("bf16", "none", 4)],
+)  # fmt: skip
+def test_recorded_steps_are_the_launched_ones_bit_for_bit(
+    tmp_path: Path, precision: str, recompute: str, width: int
+) -> None:
     """Over warm-up, conditioning and its end; three rows in micro-batches of two: two shapes are recorded."""
     tokens = many_documents(tmp_path)
-    config = tiny_config(steps=12, row=48, rows=3, micro=96, window=24, recompute=recompute)
+    config = convolved(tiny_config(steps=12, row=48, rows=3, micro=96, window=24, recompute=recompute), width)
     if precision in ("fp8", "fp4-emulated"):
         wide = replace(config.model, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=128, num_query_heads=4,
                        recurrent_heads=4)  # fmt: skip

@@ -29,7 +29,7 @@ import attention_layers  # noqa: E402
 import custom_kernels  # noqa: E402
 import hybrid_model  # noqa: E402
 import recurrent_layers  # noqa: E402
-from custom_kernels import RootMeanSquareNorm, fused_rmsnorm, l2_normalize  # noqa: E402
+from custom_kernels import RootMeanSquareNorm, fused_rmsnorm  # noqa: E402
 from model_config import Config, ModelConfig  # noqa: E402
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock as Memory  # noqa: E402
 from train_engine import TrainingEngine  # noqa: E402
@@ -128,46 +128,6 @@ def _gains_from_zero(engine: TrainingEngine) -> None:
                 module.decay_bias.zero_()
 
 
-TAPS = 4
-
-
-def _conv_init(self: Memory, config: ModelConfig, precision: str = "wide") -> None:
-    _MEMORY_INIT(self, config, precision)
-    keys, values = self.heads * self.key_dim, self.heads * self.value_dim
-    # a vector: offsets from the identity, started at 0
-    self.taps = nn.Parameter(torch.empty(TAPS * (2 * keys + values)))
-
-
-def _convolve(x: Tensor, taps: Tensor, doc_start: Tensor | None) -> Tensor:
-    """sum_j (taps_j + [j = 0]) x_{t-j}, never over a document's start: x (B, T, C), taps (C, 4)."""
-    y = x * (1 + taps[:, 0]).to(x.dtype)
-    index = torch.arange(x.shape[1], device=x.device)
-    for back in range(1, TAPS):
-        inside = index - back >= (0 if doc_start is None else doc_start)  # (B, T)
-        earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-        y = y + earlier * inside[..., None] * taps[:, back].to(x.dtype)
-    return y
-
-
-def _conv_forward(activation: Callable[[Tensor], Tensor]) -> Callable:
-    def forward(self: Memory, x: Tensor, *, state: Tensor | None = None, doc_start: Tensor | None = None):
-        joined = torch.cat((self.query(x), self.key(x), self.value(x)), -1)
-        joined = activation(_convolve(joined, self.taps.view(-1, TAPS), doc_start))
-        keys = self.heads * self.key_dim
-        q, k, v = (self._heads(part) for part in joined.split((keys, keys, self.heads * self.value_dim), -1))
-        alpha, beta, log_gamma = self._gates(self._gate_logits(x))
-        y, final_state = recurrent_layers.chunk_associative_scan(
-            l2_normalize(q), l2_normalize(k), (v * alpha[..., None]).to(v.dtype), beta, log_gamma,
-            initial_state=state, doc_start=doc_start, chunk_size=self.chunk_size,
-        )  # fmt: skip
-        return self.output(y.flatten(2)), final_state
-
-    return forward
-
-
-CONV = ((Memory, "__init__", _conv_init), (Memory, "forward", _conv_forward(lambda x: x)))
-SILU = ((Memory, "__init__", _conv_init), (Memory, "forward", _conv_forward(F.silu)))
-
 VARIANTS = (
     Variant("R3", "no write gate (alpha = 1)", patches=((Memory, "_gates", _ungated),)),
     Variant("R4", "memory output normalised per head", patches=((Memory, "__init__", _normalised_init),)),
@@ -199,8 +159,8 @@ VARIANTS = (
     Variant("average", "average over the last 15 %", {"average_fraction": 0.15}),
     Variant("draft", "no draft losses", {"draft_loss_weight_1": 0.0, "draft_loss_weight_2": 0.0}),
     Variant("draft", "draft losses x 3", factors={"draft_loss_weight_1": 3.0, "draft_loss_weight_2": 3.0}),
-    Variant("conv", "width-4 convolution on q, k, v", patches=CONV),
-    Variant("conv", "the same, then SiLU", patches=SILU),
+    Variant("conv", "4-tap convolution and SiLU on q, k, v", {"conv_width": 4}),
+    Variant("conv", "2-tap convolution and SiLU on q, k, v", {"conv_width": 2}),
 )  # fmt: skip
 
 
