@@ -174,7 +174,8 @@ def test_every_flag_says_what_its_field_says():
         assert helps[name].replace("%%", "%").startswith(comment), name
     # what a flag is without being given, in each preset where they differ
     assert helps["layers"].endswith("[nano 4, small 8, medium 16, base 20, full 32]")
-    assert helps["momentum"].endswith("[0.95]")
+    assert helps["momentum"].endswith("[nano 0.85, small 0.85, medium 0.85, base 0.95, full 0.95]")
+    assert helps["adam_beta2"].endswith("[0.95]")
     assert helps["max_new_tokens"].endswith("[256]")
 
 
