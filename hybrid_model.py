@@ -340,10 +340,10 @@ class HybridLanguageModel(nn.Module):
         )
 
     def draft_hidden(self, hidden: Tensor, next_ids: Tensor) -> list[Tensor]:
-        """Return the draft head's hidden states at every depth, each (B, T, D), for training.
+        """Return the draft head's hidden states at every depth, each (B, P, D), for training.
 
-        hidden (B, T, D) is detached; next_ids (depth, B, T): the token after each position, and the one after that
-        (any valid id where there is none: the targets mask it).
+        hidden (B, P, D), at P places of each row, is detached; next_ids (depth, B, P): the token after each place, and
+        the one after that (any valid id where there is none: the targets mask it).
         """
         drafts, h = [], hidden.detach()
         for depth in range(self.config.draft_depth):

@@ -255,10 +255,10 @@ class OptimizerConfig:
     # printed: eta_base * d_base / d_in; spectral: spectral_lr * sqrt(d_out / d_in), whose rate transfers over width.
     # Printed costs 0.078 nats at 35 M parameters and 0.089 at 123 M (6.6 M tokens; tests/benchmarks/ablate.py)
     lr_rule: Literal["printed", "spectral"] = "spectral"
-    # eta_base, set by each preset so that matrix_lr_base * 256 / hidden_dim = 0.06
+    # eta_base of the printed rule alone, set by each preset so that matrix_lr_base * 256 / hidden_dim = 0.06
     matrix_lr_base: float = 0.84
     spectral_lr: float = 0.06
-    # printed: eta_base / d_model; width: like every other matrix
+    # under the printed rule alone; printed: eta_base / d_model; width: like every other matrix
     attention_output_rule: Literal["printed", "width"] = "printed"
     d_base: int = 256
     momentum: float = 0.95

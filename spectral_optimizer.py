@@ -226,7 +226,7 @@ def _check_contraction(specs: Iterable[ParameterSpec], config: OptimizerConfig, 
     With c = 4 lambda rate, one step maps a singular value s to s - c s (s^2 - 1), so its distance to 1 is multiplied by
     1 - c s (s + 1): a contraction iff c s (s + 1) < 2, without overshoot iff < 1. A Gaussian start of standard
     deviation 1/sqrt(fan_in) reaches s = 1 + sqrt(fan_out / fan_in): 2 for a square matrix, 2.75 for 3584 -> 11008.
-    There the defaults (rate 0.06, lambda 0.05) give c s (s + 1) = 0.07 and 0.12. Steps of spectral norm `rate` cannot
+    There the defaults (rate 0.06, lambda 0.05) give c s (s + 1) = 0.07 and 0.22. Steps of spectral norm `rate` cannot
     lift s past the larger of that start and the balance s (s^2 - 1) = 1 / (4 lambda), 1.9 at lambda 0.05; where lambda
     anneals, the balance grows but c s^2 falls with it, so the bound at the start holds for the whole run.
     """

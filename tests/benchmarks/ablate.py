@@ -5,7 +5,7 @@
 
 A variant changes the product from outside, by settings or by replacing one function for the length of its run, so that
 the product holds no switch for what it does not do. Positive nats: the variant is worse. The same seed, batches and
-tokens for all; seeds of one configuration differ by about 0.004.
+tokens for all; two seeds of one configuration differed by 0.04 at 6.6 M tokens in stream order.
 """
 
 import math

@@ -75,9 +75,7 @@ def product_config(name: str, corpus: Corpus, *, tokens: int, context: int, seed
     """Return a preset for one run of the tables: 32,768 tokens a step whatever the size, vocabulary of the file."""
     given = {"vocab_size": corpus.tokens.vocab_size, "context": context, "total_tokens": tokens, "seed": seed,
              "tokens_per_step": 32768, "micro_batch_tokens": 32768}  # fmt: skip
-    config = preset(name).with_values(given)
-    # eta_base * 256 / hidden_dim is kept where a table changes the width
-    return config.with_values(values)
+    return preset(name).with_values({**given, **values})
 
 
 class Clock:
@@ -228,11 +226,6 @@ def title(corpus: Corpus, context: int) -> str:
 def write_runs(path: Path, runs: Iterable[Run]) -> None:
     """Store runs as one JSON line each."""
     path.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs), encoding="utf-8")
-
-
-def read_runs(path: Path) -> list[Run]:
-    """Read what write_runs stored."""
-    return [Run(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
 
 
 def parser(doc: str | None, *, tokens: int, context: int = 2048) -> argparse.ArgumentParser:

@@ -46,7 +46,8 @@ def touch(loader: PackedSequenceDataLoader, step: int) -> int:
     plan = loader.step_batches(step)
     total = plan.supervised + sum(plan.draft_supervised)
     for batch in plan:
-        for x in (batch.inputs, batch.targets, batch.draft_targets, batch.loss_weights, batch.doc_start):
+        drafts = batch.draft_ids, batch.draft_targets
+        for x in (batch.inputs, batch.targets, *drafts, batch.loss_weights, batch.doc_start):
             total += x.sum().item()
         total += reset_flags(batch.doc_start).sum().item()
         tiles = attention_tile_map(batch.doc_start, WINDOW, ANCHORS, TILE)
