@@ -72,7 +72,8 @@ def main() -> None:
     (e, a_factor, b_factor), a, b, error = fit(parameters / 1e6, tokens / 1e6, nats)
     print(f"\nnats = {e:.3f} + {a_factor:.3f} / (M parameters)^{a:.2f} + {b_factor:.3f} / (M tokens)^{b:.2f}, "
           f"root mean square error {error:.4f} over {len(runs)} runs")  # fmt: skip
-    sizes = {run.name: run.parameters for run in runs} | {"full": preset("full").model.matrix_parameters}
+    full = preset("full").with_values({"vocab_size": corpus.tokens.vocab_size})
+    sizes = {run.name: run.parameters for run in runs} | {"full": full.model.matrix_parameters}
     # equal operations: a larger model reads fewer tokens in the same time
     print(f"{'operations of':>24s} " + " ".join(f"{name:>10s}" for name in sizes) + "   first")
     for million in (10, 50, 250, 1000, 2500):
