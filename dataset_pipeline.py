@@ -2020,7 +2020,7 @@ class CurriculumStage:
     tokens: int  # steps * tokens_per_step
     tokens_per_step: int  # a multiple of length
     steps: int
-    min_document: int = 0  # documents longer than this come first; 0 = any
+    min_document: int = 0  # documents longer than this have the first claim to the stage; 0 = any
 
 
 def build_curriculum(

@@ -1333,7 +1333,7 @@ class TrainingEngine:
             self._count_skips(self._report.finite)
             self.averager.update(self.model.named_parameters(), done, step_plan.tokens)
             state.weight += step_plan.supervised
-            for depth in range(2):
+            for depth in range(self.config.model.draft_depth):
                 state.draft_weight[depth] += step_plan.draft_supervised[depth]
         else:
             state.empty_steps += 1

@@ -326,6 +326,15 @@ def test_logged_loss_is_the_mean_over_supervised_tokens(tmp_path: Path) -> None:
     assert engine._sums[1].item() == right
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_only_draft_losses_that_exist_are_logged(tmp_path: Path, depth: int) -> None:
+    config = tiny_config(steps=1, run_dir=tmp_path / "run")
+    config = replace(config, model=replace(config.model, draft_depth=depth))
+    make_engine(config, one_document(tmp_path)).run()
+    record = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert len(record["draft_losses"]) == depth and all(loss > 1 for loss in record["draft_losses"])
+
+
 def snapshot(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     parts = engine.model.state_dict(), engine.optimizer.state_dict(), engine.averager.state_dict()
     return {f"{i}/{name}": x.clone() for i, part in enumerate(parts) for name, x in part.items()}
