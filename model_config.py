@@ -484,6 +484,10 @@ class GenerationConfig:
 # The tree and its presets
 
 
+# settings that only one rule of the matrix rates reads; given under the other they would do nothing
+_READ_UNDER = {"matrix_lr_base": "printed", "attention_output_rule": "printed", "spectral_lr": "spectral"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """The whole configuration; field names are unique over all sections, so that each is one plain flag."""
@@ -515,7 +519,11 @@ class Config:
             if owner is None:
                 raise ValueError(f"unknown setting {name}{suggest_name(name, _all_field_names())}")
             changes.setdefault(owner, {})[name] = value
-        return replace(self, **{s: replace(sections[s], **given) for s, given in changes.items()})
+        made = replace(self, **{s: replace(sections[s], **given) for s, given in changes.items()})
+        for name, rule in _READ_UNDER.items():
+            if name in values and made.optimizer.lr_rule != rule:
+                raise ValueError(f"{name} is read under lr_rule {rule} only, got lr_rule {made.optimizer.lr_rule}")
+        return made
 
 
 def _model(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, window: int, anchors: int,

@@ -430,9 +430,9 @@ def _activation_bytes(config: Config, recompute: str) -> int:
     D, F = model.hidden_dim, model.ffn_dim
     keys, values = model.recurrent_heads * model.recurrent_key_dim, model.recurrent_heads * model.recurrent_value_dim
     query, key_value = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # stream, norm, branch; q and k before and after their norm; v, scaled v, y, normed y and two of the scan's own; the
-    # chunks' states; the gates' float32 input
-    recurrent = width * (3 * D + 4 * keys + 6 * values) + 4 * keys * model.recurrent_value_dim // model.chunk_size
+    # stream, norm, branch; q and k before and after their norm; v, scaled v, y and two of the scan's own; the chunks'
+    # states; the gates' float32 input
+    recurrent = width * (3 * D + 4 * keys + 5 * values) + 4 * keys * model.recurrent_value_dim // model.chunk_size
     recurrent += 4 * D if width == 2 else 0
     # the convolution's inputs
     recurrent += width * (2 * keys + values) if model.conv_width else 0
@@ -1226,7 +1226,8 @@ class RecordedWork:
     A step of a small model is some thousand launches, which take the host longer than they take the device (35 M
     parameters on one H200: 167 k tokens/s launched one by one, 411 k replayed). The first call compiles kernels and
     sets libraries up, which no recording may hold; recording itself runs nothing. The graphs share one pool of memory,
-    as they never run at once: what a call returns is valid until the next call of any key.
+    as they never run at once: what a call returns is valid until the next call of any key. Work of a new key drops all
+    graphs, and they are recorded anew: its first run would need its memory beside theirs.
     """
 
     def __init__(self, active: bool) -> None:
@@ -1236,7 +1237,10 @@ class RecordedWork:
         self._pool = torch.cuda.graph_pool_handle() if active else None
 
     def __call__(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        if not self.active or key not in self._ran:
+        if not self.active:
+            return body()
+        if key not in self._ran:
+            self.release()
             self._ran.add(key)
             return body()
         if key not in self._graphs:
@@ -1248,6 +1252,19 @@ class RecordedWork:
         graph, result = self._graphs[key]
         graph.replay()
         return result
+
+    def release(self) -> None:
+        """Forget the graphs: what runs outside them would need its memory beside theirs, twice the activations."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+            # a result that is still held keeps its part of the old pool, which no later graph may join
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def holds(self, kind: str) -> bool:
+        """Say whether work of this kind, the first part of its key, is recorded."""
+        return any(key[0] == kind for key in self._graphs)
 
 
 class TrainingEngine:
@@ -1364,6 +1381,9 @@ class TrainingEngine:
         if length <= segment:
             self._recorded(("gradients", *batch.inputs.shape), lambda: self._whole_rows_backward(batch))
             return
+
+        if self._recorded.holds("gradients"):  # a stage of shorter rows is over
+            self._recorded.release()
 
         def loss_fn(hidden: Tensor, part: slice) -> Tensor:
             return self._loss(hidden, batch, part)
@@ -1588,7 +1608,12 @@ class TrainingEngine:
             "average": self.averager.state_dict(),
             "extra": extra,
         }
-        facts = {"state": self.state.state_dict(), "config": asdict(self.config), "data": _data_facts(self.tokens)}
+        facts = {
+            "format_version": FORMAT_VERSION,
+            "state": self.state.state_dict(),
+            "config": asdict(self.config),
+            "data": _data_facts(self.tokens),
+        }
         path = write_checkpoint(folder, self.state.step, tensors, facts, self.config.train.keep_checkpoints)
         self._log(f"saved {path}")
         return path
@@ -1675,6 +1700,10 @@ def _check_start(path: Path, info: Mapping[str, Any], config: Config, tokens: To
 
 
 def _check_same_run(manifest: Mapping[str, Any], config: Config, tokens: TokenFile) -> None:
+    version = manifest.get("format_version", 1)
+    if version != FORMAT_VERSION:
+        raise ValueError(f"the checkpoint has format version {version}, this program goes on from {FORMAT_VERSION}; "
+                         "start again in another --run-dir")  # fmt: skip
     # a setting that is younger than the checkpoint had its default
     saved, now = asdict(config_from_dict(manifest["config"])), asdict(config)
     pairs = [(f"{s}.{key}", saved[s].get(key), value) for s in _FIXED_SECTIONS for key, value in now[s].items()]

@@ -428,7 +428,7 @@ def test_plan_takes_the_largest_preset_that_fits_and_the_vocabulary_of_the_data(
 
 def test_a_run_from_weights_has_their_configuration_and_a_new_name(call, world, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    changed = ["--total-tokens", "2048", "--matrix-lr-base", "0.002"]
+    changed = ["--total-tokens", "2048", "--lr-rule", "printed", "--matrix-lr-base", "0.002"]
     code, out, err = call(
         "train", "--device", "cpu", "--data", world.data, "--initial-weights", world.weights, *changed
     )

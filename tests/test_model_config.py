@@ -107,6 +107,15 @@ def test_presets_round_trip_and_hold_the_spectral_step(name):
     assert config.optimizer.matrix_lr_base * 256 / config.model.hidden_dim == pytest.approx(0.06)
 
 
+@pytest.mark.parametrize("name, value, rule", [("matrix_lr_base", 0.1, "spectral"), ("spectral_lr", 0.1, "printed"),
+                                               ("attention_output_rule", "width", "spectral")])  # fmt: skip
+def test_a_rate_that_the_rule_does_not_read_is_refused(name, value, rule):
+    other = {"printed": "spectral", "spectral": "printed"}[rule]
+    with pytest.raises(ValueError, match=f"{name} is read under lr_rule {other} only, got lr_rule {rule}"):
+        preset("nano").with_values({name: value, "lr_rule": rule})
+    assert getattr(preset("nano").with_values({name: value, "lr_rule": other}).optimizer, name) == value
+
+
 def test_unknown_settings_suggest_the_nearest():
     with pytest.raises(ValueError, match="did you mean total_tokens"):
         preset("nano").with_values({"total_token": 1})

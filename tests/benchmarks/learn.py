@@ -38,7 +38,7 @@ from scheduler import WarmupStableDecayScheduler  # noqa: E402
 from train_engine import RecordedWork  # noqa: E402
 
 # axes that are no doubling grid, by index
-LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4)}
+LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.975, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4)}
 SHARES = (1 / 3, 0.5, 0.8, 0.9)  # of the tokens, for the product
 
 
@@ -55,15 +55,15 @@ class Recipe:
 
 RECIPES = {
     "hybrid": Recipe(
-        {"matrix": 0, "embedding": 0, "momentum": 0, "vector": 0},
+        {"matrix": 0, "embedding": 0, "momentum": 2, "vector": 0},
         {"matrix": 0.06, "embedding": 0.06, "vector": 0.004},
     ),
     "adamw": Recipe({"warm-up": 3, "matrix": 0, "embedding": 0}, {"matrix": 2e-3, "embedding": 4e-3}),
     "muon": Recipe(
-        {"warm-up": 2, "matrix": 0, "embedding": 0, "momentum": 0}, {"matrix": 5e-3, "embedding": 4e-3}
+        {"warm-up": 2, "matrix": 0, "embedding": 0, "momentum": 2}, {"matrix": 5e-3, "embedding": 4e-3}
     ),
     "delta": Recipe(
-        {"matrix": 0, "embedding": 0, "momentum": 0, "vector": 0},
+        {"matrix": 0, "embedding": 0, "momentum": 2, "vector": 0},
         {"matrix": 0.06, "embedding": 0.016, "vector": 0.004},
     ),
 }
@@ -224,7 +224,11 @@ def main() -> None:
         recipe, tried = RECIPES[kind], {}
 
         def value(indices: dict[str, int], kind: str = kind, recipe: Recipe = recipe, tried: dict = tried) -> float:
-            run = train(kind, recipe.point(indices), arguments.seeds[0])
+            try:
+                run = train(kind, recipe.point(indices), arguments.seeds[0])
+            except ValueError as error:  # a rate at which the orthogonality penalty would diverge is refused
+                print(f"{kind} {recipe.point(indices)}: {error}")
+                return math.inf
             tried[tuple(indices.values())] = run
             return run.nats
 
