@@ -1,4 +1,4 @@
-"""Command line: prepare, train, evaluate, generate, plan.
+"""Command line: prepare, train, evaluate, generate, plan, and on this machine's kernels bench and verify.
 
 Every field of model_config.py is a flag of the same name (--tokens-per-step for tokens_per_step), its help the comment
 above the field; nothing is restated here. An error that a user can cause is one line on standard error and exit
@@ -9,6 +9,7 @@ output and the figures to standard error.
 import argparse
 import ast
 import codecs
+import importlib.util
 import inspect
 import math
 import os
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 if __name__ == "__main__":
@@ -242,6 +243,14 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--context", type=_positive, default=2048, metavar="N", help="row length [2048]")
     evaluate.add_argument("--eval-tokens", type=_positive, metavar="N", help="first tokens to read; default: all")
     _add_fields(evaluate, ("precision", "train"), only=("precision", "device", *DATA_FORM))
+
+    bench = command("bench", "Time every kernel on this machine against its roofs and peers, each checked first.")
+    bench.add_argument("--only", nargs="+", metavar="NAME", help="kernels such as scan, rmsnorm, attention [all]")
+    bench.add_argument("--quick", action="store_true", help="few repetitions")
+    bench.add_argument("--peers", action="store_true", help="also peers whose first call searches for minutes")
+    bench.add_argument("--out", metavar="FILE", help="write the JSON line here too")
+    _add_fields(bench, ("train",), only=("device",))
+    command("verify", "Run the kernels' tests on this machine and say pass or FAIL per kernel.")
     return parser
 
 
@@ -804,10 +813,31 @@ def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -
         _log(f"  positions {first:>7,} to {last - 1:>7,}: loss {loss:.4f} ({targets:,} targets)")
 
 
+def _kernel_harness() -> ModuleType:
+    """Load tests/benchmarks/kernels.py, which is no part of the program and may be absent beside it."""
+    path = Path(__file__).resolve().parent / "tests" / "benchmarks" / "kernels.py"
+    if not path.is_file():
+        raise ValueError(f"bench and verify need {path}, which is not there; run them from a full checkout")
+    spec = importlib.util.spec_from_file_location("benchmark_kernels", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    device = getattr(arguments, "device", "auto")
+    options = dict(only=arguments.only, quick=arguments.quick, peers=arguments.peers, out=arguments.out)
+    return _kernel_harness().bench(**options, device=device, log=_log)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    return _kernel_harness().verify(log=_log)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
     commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare}
-    commands |= {"evaluate": _evaluate, "inspect": _inspect}
+    commands |= {"evaluate": _evaluate, "inspect": _inspect, "bench": _bench, "verify": _verify}
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         return commands[arguments.command](arguments)
