@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import custom_kernels
 import main
 from dataset_pipeline import open_tokens, write_tokens
 from hybrid_model import HybridLanguageModel
@@ -179,13 +180,13 @@ def test_every_flag_says_what_its_field_says():
     assert helps["max_new_tokens"].endswith("[256]")
 
 
-@pytest.mark.parametrize("command", ["", "train", "plan", "generate", "prepare", "evaluate"])
+@pytest.mark.parametrize("command", ["", "train", "plan", "generate", "prepare", "evaluate", "bench", "verify"])
 def test_help_of_every_command(call, command):
     code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"main.py {command}".strip() in out
     if not command:
-        assert all(f"    {name} " in out for name in ("train", "plan", "generate", "prepare", "evaluate"))
+        assert all(f"    {name} " in out for name in _commands())
         assert "start here:" in out
     else:
         assert all(flag in out for action in _commands()[command]._actions for flag in action.option_strings[-1:])
@@ -214,6 +215,9 @@ def test_help_of_every_command(call, command):
         ("evaluate --weights x --data y --context 0", "--context: must be at least 1"),
         ("evaluate --weights x --data y --eval-tokens -3", "--eval-tokens: must be at least 1"),
         ("evaluate --weights x", "--data"),
+        ("bench --only rmsnrom", "unknown kernel 'rmsnrom'; did you mean rmsnorm?"),
+        ("bench --olny scan", "did you mean --only?"),
+        ("verify --quick", "--quick"),
         # shapes
         ("plan --layers 5", "layers must be a multiple of 4"),
         ("plan --layers 8 --preset nano", "recurrent_layers and attention_layers must be 6 and 2"),
@@ -696,3 +700,43 @@ def test_a_reader_that_goes_away_is_no_error(world, tmp_path):
 def test_presets_are_offered_by_name():
     (offered,) = (a.choices for a in _commands()["train"]._actions if a.dest == "preset")
     assert offered == ("auto", *PRESETS)
+
+
+# ---------------------------------------------------------------------------
+# bench, verify
+
+
+def test_bench_prints_a_table_and_one_json_line(call, tmp_path):
+    code, out, err = call("bench", "--only", "swiglu", "--quick", "--device", "cpu", "--out", tmp_path / "bench.json")
+    assert code == 0
+    *table, last = out.splitlines()
+    report = json.loads(last)
+    assert report == json.loads((tmp_path / "bench.json").read_text())
+    assert [row["kernel"] for row in report["rows"]] == ["swiglu"] and report["device"] == "cpu"
+    assert any(line.startswith("swiglu ") for line in table)
+    assert re.fullmatch(r"\[1/1\] swiglu .* \(first row\)", err.strip())
+
+
+def test_bench_of_a_wrong_kernel_fails(call, monkeypatch):
+    operation = custom_kernels.fused_swiglu
+    monkeypatch.setattr(custom_kernels, "fused_swiglu", lambda gate, up: 1.02 * operation(gate, up))
+    code, out, _ = call("bench", "--only", "swiglu", "--quick", "--device", "cpu")
+    assert code == 1
+    assert re.search(r"^swiglu .* FAILED: y: RMS error ratio 2\.00e-02 must be < 1\.0e-05$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_bench_and_verify_without_the_tests_folder(call, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "main.py"))
+    code, out, err = call(command)
+    assert (code, out) == (2, "")
+    needed = tmp_path / "tests" / "benchmarks" / "kernels.py"
+    assert err == f"error: bench and verify need {needed}, which is not there; run them from a full checkout\n"
+
+
+def test_verify_ends_as_the_harness_does(call, monkeypatch):
+    """Its counts are tested in test_kernel_benchmark.py; here, that the command reaches it and hands on its code."""
+    harness = main._kernel_harness()
+    monkeypatch.setattr(harness, "verify", lambda log: log("FAIL") or 1)
+    monkeypatch.setattr(main, "_kernel_harness", lambda: harness)
+    assert call("verify") == (1, "FAIL\n", "")
