@@ -141,7 +141,9 @@ def pretrain(arguments: argparse.Namespace, out: Path) -> Path:
 def tune(arguments: argparse.Namespace, weights: Path, talk: TokenFile, held: TokenFile, out: Path) -> Path:
     """Train on the answers, from the weights: the new weights file."""
     optimizer, factor = read_weights_info(weights)["config"].optimizer, arguments.rate_factor
-    rates = ("matrix_lr_base", "spectral_lr", "vector_lr", "embedding_lr")
+    # a rate that the weights' own rule does not read is refused
+    matrix = {"printed": "matrix_lr_base", "spectral": "spectral_lr"}[optimizer.lr_rule]
+    rates = (matrix, "vector_lr", "embedding_lr")
     train([
         "--initial-weights", weights, "--device", arguments.device, "--data", talk.path, "--val-data", held.path,
         "--total-tokens", arguments.epochs * len(talk), "--tokens-per-step", arguments.tokens_per_step,
