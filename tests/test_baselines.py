@@ -1,6 +1,6 @@
 """benchmarks/baselines.py: sizes, who sees whom, gated delta layers against their published form, all of them learn.
 
-And of learn.py, that their steps wait for nothing.
+And of learn.py, that their steps wait for nothing and that a table goes on in a later call.
 """
 
 from dataclasses import replace
@@ -218,12 +218,15 @@ def test_muon_is_that_of_torch_and_the_gradient_is_clipped() -> None:
         torch.testing.assert_close(p, other, rtol=0, atol=1e-7, msg=name)
 
 
+def tiny_corpus(folder: Path) -> learn.Corpus:
+    for name in ("tokens.bin", "tokens.val.bin"):
+        write_tokens(folder / name, [[(7 * i) % 64 for i in range(700)]], vocab_size=64)
+    return learn.Corpus.open(str(folder / "tokens.bin"), 64)
+
+
 def test_a_step_of_a_baseline_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory that is not page-locked a copy waits for the device: once a shape, or its seconds would be longer."""
-    path = tmp_path / "tokens.bin"
-    for name in (path, tmp_path / "tokens.val.bin"):
-        write_tokens(name, [[(7 * i) % 64 for i in range(700)]], vocab_size=64)
-    corpus = learn.Corpus.open(str(path), 64)
+    corpus = tiny_corpus(tmp_path)
     config = preset("nano").with_values({"context": 32, "total_tokens": 640, "tokens_per_step": 64})
     config = replace(config.with_values({"micro_batch_tokens": 64}), model=TINY)
     copied = []
@@ -233,3 +236,27 @@ def test_a_step_of_a_baseline_waits_for_no_copy(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Batch, "to", lambda batch, device: copied.append(batch.inputs.shape) or move(batch, device))
     learn.train_baseline("adamw", {"warm-up": 0.2, "matrix": 1e-3, "embedding": 1e-3}, config, corpus, 1.0)
     assert copied == [(2, 32)]
+
+
+def _run(nats: float) -> learn.Run:
+    return learn.Run(name="hybrid", point={"matrix": 0.06}, seed=0, tokens=1, parameters=1, nats=nats, bits=None,
+                     seconds=1.0, curve=[(1, 1.0, nats)])  # fmt: skip
+
+
+def test_a_table_goes_on_where_its_last_call_stopped(tmp_path: Path) -> None:
+    corpus, config, file = tiny_corpus(tmp_path), preset("nano"), tmp_path / "runs.jsonl"
+    made = []
+
+    def once(results, name, nats, config=config, point=None):
+        return results.once(name, config, lambda: made.append(nats) or _run(nats), point).nats
+
+    first = learn.learning.Results(file, corpus)
+    assert once(first, "hybrid", 4.0, point={"matrix": 0.06}) == 4.0
+    again = learn.learning.Results(file, corpus)
+    assert once(again, "hybrid", 5.0, point={"matrix": 0.06}) == 4.0 and made == [4.0]
+    assert [run.nats for run in again.runs] == [4.0] and again.runs[0].curve[0] == [1, 1.0, 4.0]
+    # another name, point or setting is another run
+    assert once(again, "muon", 6.0, point={"matrix": 0.06}) == 6.0
+    assert once(again, "hybrid", 7.0, point={"matrix": 0.12}) == 7.0
+    assert once(again, "hybrid", 8.0, config.with_values({"seed": 1}), {"matrix": 0.06}) == 8.0
+    assert len(file.read_text().splitlines()) == 4 and not file.with_suffix(".part").exists()

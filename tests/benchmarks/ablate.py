@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -164,16 +165,17 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def run_variant(variant: Variant, config: Config, corpus: learning.Corpus) -> learning.Run:
+def run_variant(variant: Variant, config: Config, corpus: learning.Corpus, results: learning.Results) -> learning.Run:
     """Train one variant with its patches in place."""
+    name = f"{variant.reading}: {variant.name}"
     flat = {name: value for section in (config.optimizer, config.train) for name, value in _fields(section).items()}
     scaled = {name: flat[name] * factor for name, factor in variant.factors.items()}
     config = config.with_values({**variant.values, **scaled})
     with ExitStack() as stack:
         for owner, name, value in variant.patches:
             stack.enter_context(mock.patch.object(owner, name, value))
-        return learning.train_product(config, corpus, name=f"{variant.reading}: {variant.name}",
-                                      prepare=variant.prepare)  # fmt: skip
+        train = partial(learning.train_product, config, corpus, name=name, prepare=variant.prepare)
+        return results.once(name, config, train)
 
 
 def _fields(section: object) -> dict[str, object]:
@@ -189,11 +191,12 @@ def main() -> None:
     corpus, out = learning.begin(arguments)
     config = learning.product_config(arguments.preset, corpus, tokens=arguments.tokens, context=arguments.context,
                                      seed=arguments.seed)  # fmt: skip
-    runs = [learning.train_product(config, corpus, name="as it is")]
+    results = learning.Results(out / f"ablate-{arguments.preset}.jsonl", corpus)
+    results.once("as it is", config, partial(learning.train_product, config, corpus, name="as it is"))
     for variant in VARIANTS:
         if arguments.only is None or variant.reading in arguments.only:
-            runs.append(run_variant(variant, config, corpus))
-            learning.write_runs(out / f"ablate-{arguments.preset}.jsonl", runs)
+            run_variant(variant, config, corpus, results)
+    runs = results.runs
     print(f"\n{'change':44s} {'nats':>8s} {'cost':>8s}")
     for run in runs:
         print(f"{run.name:44s} {run.nats:8.4f} {run.nats - runs[0].nats:+8.4f}")

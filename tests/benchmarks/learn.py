@@ -12,7 +12,7 @@ All have the same matrix parameters (2 %; not counted is the product's draft hea
 validation loss reads), batches in the same order, and a whole schedule for their number of tokens. The rates, the
 momentum and the warm-up (where the recipe has one; adamw and muon move vectors at the embedding's rate) are tuned with
 the first seed: from a start, neighbours on a doubling grid are tried until the best point has worse ones on both sides
-of each, or is the ladder's end (momentum 0.95, warm-up 60 %). Then every seed runs at the best point, and the product
+of each, or is a ladder's end. Then every seed runs at the best point, and the product
 at parts of the tokens too: where its loss at the end of a part meets a recipe's loss at the end of all tokens is the
 share that it needs. Prints the grids, a table and the shares; writes learn-PRESET.png and learn-PRESET.jsonl.
 """
@@ -20,6 +20,7 @@ share that it needs. Prints the grids, a table and the shares; writes learn-PRES
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,16 +56,16 @@ class Recipe:
 
 RECIPES = {
     "hybrid": Recipe(
-        {"matrix": 0, "embedding": 0, "momentum": 2, "vector": 0},
-        {"matrix": 0.06, "embedding": 0.06, "vector": 0.004},
+        {"momentum": 4, "vector": 0, "matrix": 0, "embedding": 0},
+        {"matrix": 0.06, "embedding": 0.06, "vector": 0.016},
     ),
-    "adamw": Recipe({"warm-up": 3, "matrix": 0, "embedding": 0}, {"matrix": 2e-3, "embedding": 4e-3}),
+    "adamw": Recipe({"warm-up": 4, "matrix": 0, "embedding": 0}, {"matrix": 2e-3, "embedding": 4e-3}),
     "muon": Recipe(
         {"warm-up": 2, "matrix": 0, "embedding": 0, "momentum": 2}, {"matrix": 5e-3, "embedding": 4e-3}
     ),
     "delta": Recipe(
-        {"matrix": 0, "embedding": 0, "momentum": 2, "vector": 0},
-        {"matrix": 0.06, "embedding": 0.016, "vector": 0.004},
+        {"momentum": 4, "vector": 0, "matrix": 0, "embedding": 0},
+        {"matrix": 0.06, "embedding": 0.016, "vector": 0.016},
     ),
 }
 
@@ -103,7 +104,6 @@ def train_baseline(kind: str, point: dict[str, float], config: Config, corpus: C
     """Train one baseline on the batches that a product run of this configuration reads."""
     run = _train_baseline(kind, point, config, corpus, bits_per_nat)
     learning.release()
-    print(run.row(), flush=True)
     return run
 
 
@@ -206,18 +206,16 @@ def main() -> None:
     _check_own_arithmetic()
     corpus, out = learning.begin(arguments)
     bits_per_nat = learning.bits_per_nat(corpus, arguments.context)
-    runs: list[Run] = []
+    results = learning.Results(out / f"learn-{arguments.preset}.jsonl", corpus)
 
     def train(kind: str, point: dict[str, float], seed: int, share: float = 1.0) -> Run:
         config = learning.product_config(arguments.preset, corpus, tokens=round(arguments.tokens * share),
                                          context=arguments.context, seed=seed)  # fmt: skip
         if kind == "hybrid":
-            run = train_hybrid(point, config, corpus)
+            make = partial(train_hybrid, point, config, corpus)
         else:
-            run = train_baseline(kind, point, config, corpus, bits_per_nat)
-        runs.append(run)
-        learning.write_runs(out / f"learn-{arguments.preset}.jsonl", runs)
-        return run
+            make = partial(train_baseline, kind, point, config, corpus, bits_per_nat)
+        return results.once(kind, config, make, point)
 
     best: dict[str, list[Run]] = {}
     for kind in arguments.recipes:

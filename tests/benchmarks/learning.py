@@ -3,16 +3,18 @@
 Every run of one table reads the same token file in the product's own order (same seed: the same batches), gets a whole
 schedule of its own for its number of tokens, and is measured on the same validation targets. Product runs go through
 TrainingEngine; its terminal average is what is measured at the end. Seconds are of training alone: validation, the
-first step (compilation) and the second (recording) are left out, and counted as two mean steps.
+first step (compilation) and the second (recording) are left out, and counted as two mean steps. Runs are stored as they
+end, and the same command goes on with what is missing: a table may take several calls.
 """
 
 import argparse
 import gc
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -60,6 +62,7 @@ class Run:
     bits: float | None
     seconds: float
     curve: list[tuple[int, float, float]] = field(repr=False)
+    key: str = ""  # of Results
 
     def row(self) -> str:
         rates = " ".join(f"{k}={v:.3g}" for k, v in self.point.items())
@@ -124,7 +127,6 @@ def train_product(
     """Train the product through its engine. prepare sees it before the first step, keep with the averaged weights."""
     run = _train_product(config, corpus, name, point or {}, prepare, keep)
     release()
-    print(run.row(), flush=True)
     return run
 
 
@@ -223,9 +225,34 @@ def title(corpus: Corpus, context: int) -> str:
     return f"{data}; {device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
 
 
-def write_runs(path: Path, runs: Iterable[Run]) -> None:
-    """Store runs as one JSON line each."""
-    path.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs), encoding="utf-8")
+class Results:
+    """The runs of one table in order, stored as they end, a JSON line each; one that the file holds is not repeated.
+
+    A run is known by its name, point, whole configuration, corpus and device; the code is not part of that: after a
+    change that bears on the losses, delete the file.
+    """
+
+    def __init__(self, path: Path, corpus: Corpus) -> None:
+        self.path, self.runs = path, list[Run]()
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        self._setting = [device, len(corpus.tokens), len(corpus.validation), corpus.val_tokens]
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        self._stored = {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
+
+    def once(self, name: str, config: Config, train: Callable[[], Run], point: dict[str, float] | None = None) -> Run:
+        """Return the stored run of this description, or the one that train makes."""
+        described = json.dumps([name, point or {}, asdict(config), *self._setting], sort_keys=True)
+        key = hashlib.sha256(described.encode()).hexdigest()[:16]
+        run = self._stored.get(key)
+        if run is None:
+            run = replace(train(), key=key)
+            self._stored[key] = run
+            whole = self.path.with_suffix(".part")
+            whole.write_text("".join(json.dumps(asdict(x)) + "\n" for x in self._stored.values()), encoding="utf-8")
+            whole.replace(self.path)
+        print(run.row(), flush=True)
+        self.runs.append(run)
+        return run
 
 
 def parser(doc: str | None, *, tokens: int, context: int = 2048) -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ is printed in percent, is what narrow training costs, without what 4-bit weights
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -62,14 +63,16 @@ def main() -> None:
     corpus, out = learning.begin(arguments)
     config = learning.product_config(arguments.preset, corpus, tokens=arguments.tokens, context=arguments.context,
                                      seed=arguments.seed)  # fmt: skip
-    runs: list[learning.Run] = []
+    results = learning.Results(out / f"precision-{arguments.preset}.jsonl", corpus)
     for choice in CHOICES:
         if arguments.only is None or choice.name in (*arguments.only, "bf16"):
             with ExitStack() as stack:
                 if choice.quantize is not None:
                     stack.enter_context(mock.patch.object(custom_kernels, "_fp4_quantize", choice.quantize))
-                runs.append(learning.train_product(config.with_values(choice.values), corpus, name=choice.name))
-            learning.write_runs(out / f"precision-{arguments.preset}.jsonl", runs)
+                chosen = config.with_values(choice.values)
+                train = partial(learning.train_product, chosen, corpus, name=choice.name)
+                results.once(choice.name, chosen, train)
+    runs = results.runs
     print(f"\n{'format':28s} {'nats':>8s} {'against bf16':>13s} {'tokens/s':>10s}")
     for run in runs:
         print(f"{run.name:28s} {run.nats:8.4f} {run.nats / runs[0].nats - 1:+13.2%} {run.tokens / run.seconds:10,.0f}")

@@ -9,6 +9,7 @@ budgets up to --tokens says little about a hundred times as many: read its far e
 """
 
 import sys
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -60,13 +61,13 @@ def main() -> None:
     _check_own_arithmetic()
     learning.CURVE_POINTS = 1
     corpus, out = learning.begin(arguments)
-    runs: list[learning.Run] = []
+    results = learning.Results(out / "sizes.jsonl", corpus)
     for name in arguments.presets:
         for share in SHARES:
             config = learning.product_config(name, corpus, tokens=round(arguments.tokens * share),
                                              context=arguments.context, seed=arguments.seed)  # fmt: skip
-            runs.append(learning.train_product(config, corpus, name=name))
-            learning.write_runs(out / "sizes.jsonl", runs)
+            results.once(name, config, partial(learning.train_product, config, corpus, name=name))
+    runs = results.runs
     columns = (np.array([getattr(run, key) for run in runs], float) for key in ("parameters", "tokens", "nats"))
     parameters, tokens, nats = columns
     (e, a_factor, b_factor), a, b, error = fit(parameters / 1e6, tokens / 1e6, nats)

@@ -9,6 +9,7 @@ eta_base. Prints validation nats by width and rate, and how many grid steps the 
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     learning.CURVE_POINTS = 1
     corpus, out = learning.begin(arguments)
-    runs: list[learning.Run] = []
+    results = learning.Results(out / "transfer.jsonl", corpus)
     losses: dict[str, dict[int, dict[float, float]]] = {}
     moved: dict[str, int] = {}
     for rule, (field, unit) in RULES.items():
@@ -59,15 +60,15 @@ def main() -> None:
             def value(point: dict[str, int], config=config, found=found, rule=rule, width=width) -> float:
                 field, unit = RULES[rule]
                 rate = unit * 2.0 ** point["rate"]
+                name, point = f"{rule}, width {width}", {field: rate}
                 try:
-                    run = learning.train_product(config.with_values({field: rate}), corpus,
-                                                 name=f"{rule}, width {width}", point={field: rate})  # fmt: skip
+                    tuned = config.with_values(point)
+                    train = partial(learning.train_product, tuned, corpus, name=name, point=point)
+                    run = results.once(name, tuned, train, point)
                 except ValueError as error:  # a rate at which the orthogonality penalty would diverge is refused
                     print(f"{rule}, width {width}, {field}={rate:.3g}: {error}")
                     return math.inf
-                runs.append(run)
                 found[rate] = run.nats
-                learning.write_runs(out / "transfer.jsonl", runs)
                 return run.nats
 
             tried = learning.search({"rate": start}, value)
