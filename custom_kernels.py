@@ -1550,27 +1550,45 @@ def _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT: tl.constexpr):
 
 
 @_jit
-def _scan_lower_inverse(a, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I - a)^-1 for strictly lower a (BT, BT): rows of the 16x16 diagonal blocks in order, then
-    [[X, 0], [Y b X, Y]] merges to 32 and 64."""
-    NB: tl.constexpr = BT // 16
-    o_b = tl.arange(0, NB)
-    o_s = tl.arange(0, 16)
-    same = o_b[:, None, None, None] == o_b[None, None, :, None]
-    # (NB, 16, 16): one term of each sum is not zero
-    diagonal = tl.sum(tl.where(same, tl.reshape(a, (NB, 16, NB, 16)), 0.0), axis=2)
-    # transposed, so that a row of it lies along the axis that the update sums over
-    diagonal_t = tl.permute(diagonal, (0, 2, 1))
-    x = diagonal
-    for i in range(2, 16):
-        row = tl.sum(tl.where(o_s[None, None, :] == i, diagonal_t, 0.0), axis=2)
-        update = tl.sum(row[:, :, None] * x, axis=1)
-        x = tl.where(o_s[None, :, None] == i, x + update[:, None, :], x)
-    inverse = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (BT, BT))
+def _scan_restart(start_a, coarse_a, fine_a, start_b, coarse_b, fine_b):
+    """Running sums that begin anew where start is 1: what associative_scan folds two neighbouring spans with."""
+    again = start_b != 0
+    return start_a | start_b, tl.where(again, coarse_b, coarse_a + coarse_b), tl.where(again, fine_b, fine_a + fine_b)
+
+
+@_jit
+def _scan_substitute(block_ptr, o_t):
+    """Replace strictly lower blocks a (BT/16, 16, 16) f32 by (I - a)^-1, row by row: each thread owns one column.
+
+    The rows of a column stay in its thread's registers and a is read through the first-level cache, one address a
+    block: as sums over a (16, 16) tile the same steps took 800 shuffles a chunk.
+    """
+    p_block = block_ptr + o_t // 16 * 256
+    o_c = o_t % 16
+    rows = (tl.where(o_c == 0, 1.0, 0.0),)
+    for i in tl.static_range(1, 16):
+        row = tl.where(o_c == i, 1.0, 0.0)
+        for j in tl.static_range(0, i):
+            row += tl.load(p_block + (16 * i + j)) * rows[j]
+        rows = rows + (row,)
+    tl.debug_barrier()
+    for i in tl.static_range(0, 16):
+        tl.store(p_block + 16 * i + o_c, rows[i])
+    tl.debug_barrier()
+
+
+@_jit
+def _scan_lower_inverse(a, block_ptr, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - a)^-1 for strictly lower a (BT, BT): its 16x16 diagonal blocks by substitution in memory of their own,
+    block_ptr (BT, 16) f32, then [[X, 0], [Y b X, Y]] merges to 32 and 64."""
     o_t = tl.arange(0, BT)
-    inverse = tl.where(o_t[:, None] == o_t[None, :], 1.0, inverse)
     i_row = o_t[:, None] // 16
     i_col = o_t[None, :] // 16
+    p_block = block_ptr + o_t[:, None] * 16 + o_t[None, :] % 16
+    tl.store(p_block, a, mask=i_row == i_col)
+    tl.debug_barrier()
+    _scan_substitute(block_ptr, o_t)
+    inverse = tl.load(p_block, mask=i_row == i_col, other=0.0)
     if BT > 16:
         below = tl.where((i_row // 2 == i_col // 2) & (i_row > i_col), a, 0.0)
         product = tl.dot(inverse, below, input_precision=PRECISION)
@@ -1584,21 +1602,24 @@ def _scan_lower_inverse(a, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @_jit_dynamic("T", "NC")
 def _chunk_associative_scan_kernel(
-    k_ptr, beta_ptr, g_ptr, doc_ptr, inverse_ptr, gate_ptr,
+    q_ptr, k_ptr, beta_ptr, g_ptr, doc_ptr, inverse_ptr, pair_ptr, gate_ptr, block_ptr,
     T, NC, H, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
     FLOOR: tl.constexpr = _SCAN_LOG_FLOOR, COARSE: tl.constexpr = _SCAN_COARSE, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
-    """Entry stage, one chunk of one head: the decays, and the strictly lower part of (I - A)^-1,
-    A_ij = -beta_j (k_j . k_i) prod_{m=j+1}^{i-1} gamma_m for doc_start_i <= j < i, zero elsewhere."""
+    """Entry stage, one chunk of one head: the decays, the strictly lower part of (I - A)^-1,
+    A_ij = -beta_j (k_j . k_i) prod_{m=j+1}^{i-1} gamma_m for doc_start_i <= j < i, zero elsewhere, and
+    pair_ij = (q_i . k_j) prod_{m=j+1}^{i} gamma_m for doc_start_i <= j <= i."""
     i_c = tl.program_id(0).to(tl.int64) % NC
     i_bh = tl.program_id(0).to(tl.int64) // NC
     i_b, i_h = i_bh // H, i_bh % H
+    i_chunk = i_bh * NC + i_c
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     n_t = T - i_c * BT
     i_token = (i_b * T + i_c * BT) * H + i_h
     m_t = o_t < n_t
     b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)  # (BT, BK)
+    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
     b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
     b_g = tl.load(g_ptr + i_token + o_t * H, mask=m_t, other=0.0)
     b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
@@ -1607,19 +1628,16 @@ def _chunk_associative_scan_kernel(
     b_g = tl.maximum(b_g, FLOOR)
     b_coarse = tl.floor(b_g * COARSE + 0.5) / COARSE
     b_fine = b_g - b_coarse
-    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    out_coarse = tl.sum(tl.where(m_out, b_coarse[None, :], 0.0), axis=1)
-    out_fine = tl.sum(tl.where(m_out, b_fine[None, :], 0.0), axis=1)
-    pre_coarse = tl.sum(tl.where(m_pre, b_coarse[None, :], 0.0), axis=1)
-    pre_fine = tl.sum(tl.where(m_pre, b_fine[None, :], 0.0), axis=1)
+    _, out_coarse, out_fine = tl.associative_scan(((b_doc == o_t).to(tl.int32), b_coarse, b_fine), 0, _scan_restart)
+    pre_coarse = out_coarse - b_coarse
+    pre_fine = out_fine - b_fine
     m_last = o_t == BT - 1
     last_coarse = tl.sum(tl.where(m_last, out_coarse, 0.0))
     last_fine = tl.sum(tl.where(m_last, out_fine, 0.0))
     last_doc = tl.sum(tl.where(m_last, b_doc, 0))
     exponent = (last_coarse - out_coarse) + (last_fine - out_fine)
     to_end = tl.exp(tl.where(o_t >= last_doc, exponent, float("-inf")))
-    p_gate = gate_ptr + (i_bh * NC + i_c) * (ROWS * BT) + o_t
+    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
     tl.store(p_gate, out_coarse)
     tl.store(p_gate + BT, out_fine)
     tl.store(p_gate + 2 * BT, pre_coarse)
@@ -1628,22 +1646,30 @@ def _chunk_associative_scan_kernel(
     tl.store(p_gate + 5 * BT, tl.where(b_doc < 0, tl.exp(out_coarse + out_fine), 0.0))
     tl.store(p_gate + 6 * BT, to_end)
 
+    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
+    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
+    b_pair = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_pair *= tl.exp(tl.where(m_out, exponent, float("-inf")))
+    _scan_store(pair_ptr + i_chunk * (BT * BT), b_pair, o_t, o_t, BT, BT, BT)
+
+    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
     exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])
-    b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_a = -b_kk * b_beta[None, :] * tl.exp(tl.where(m_pre, exponent, float("-inf")))
-    b_inverse = _scan_lower_inverse(b_a, BT, MERGE)
+    b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_a *= -b_beta[None, :] * tl.exp(tl.where(m_pre, exponent, float("-inf")))
+    b_inverse = _scan_lower_inverse(b_a, block_ptr + i_chunk * (BT * 16), BT, MERGE)
     b_inverse = tl.where(o_t[:, None] > o_t[None, :], b_inverse, 0.0)
-    _scan_store(inverse_ptr + (i_bh * NC + i_c) * (BT * BT), b_inverse, o_t, o_t, BT, BT, BT)
+    _scan_store(inverse_ptr + i_chunk * (BT * BT), b_inverse, o_t, o_t, BT, BT, BT)
 
 
 @_jit_dynamic("T", "NC")
-def _chunk_scan_state_kernel(
-    k_ptr, v_ptr, beta_ptr, inverse_ptr, gate_ptr, initial_ptr, w_ptr, states_ptr, final_ptr,
+def _chunk_scan_walk_kernel(
+    q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, pair_ptr, gate_ptr, initial_ptr, y_ptr, w_ptr, states_ptr, final_ptr,
     T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
-    """The chunks of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S),
-    S <- carry S + K^T (to_end beta w). Keeps w and the state that enters each chunk."""
+    """The chunks of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S), u = beta w,
+    y = out Q S + pair u, S <- carry S + K^T (to_end u). KEEP, for the backward pass: w and the state that enters each
+    chunk in place of y."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_bh = tl.program_id(0).to(tl.int64) // NV
@@ -1656,106 +1682,44 @@ def _chunk_scan_state_kernel(
         n_t = T - i_c * BT
         i_chunk = i_bh * NC + i_c
         i_token = (i_b * T + i_c * BT) * H + i_h
-        m_t = o_t < n_t
         p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
-        _scan_store(states_ptr + i_chunk * (K * V), b_s, o_k, o_v, V, K, V)
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
-        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=o_t < n_t, other=0.0)
         pre_entry = tl.load(p_gate + 4 * BT)
         to_end = tl.load(p_gate + 6 * BT)
         carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
-        b_recalled = tl.dot(b_k, b_s.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
-        b_x = b_v.to(tl.float32) - pre_entry[:, None] * b_recalled
+        b_low = b_s.to(b_k.dtype)
+        b_x = b_v.to(tl.float32) - pre_entry[:, None] * tl.dot(b_k, b_low, input_precision=PRECISION)  # (BT, BV)
         # the unit diagonal of the inverse is added in float32
         b_w = b_x + tl.dot(b_inverse, b_x.to(b_k.dtype), input_precision=PRECISION)
-        _scan_store(w_ptr + i_token * V, b_w, o_t, o_v, H * V, n_t, V)
-        b_write = ((to_end * b_beta)[:, None] * b_w).to(b_k.dtype)
+        b_u = b_beta[:, None] * b_w
+        if KEEP:
+            _scan_store(states_ptr + i_chunk * (K * V), b_s, o_k, o_v, V, K, V)
+            _scan_store(w_ptr + i_token * V, b_w, o_t, o_v, H * V, n_t, V)
+        else:
+            b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+            b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+            out_entry = tl.load(p_gate + 5 * BT)
+            b_y = out_entry[:, None] * tl.dot(b_q, b_low, input_precision=PRECISION)
+            b_y += tl.dot(b_pair, b_u.to(b_k.dtype), input_precision=PRECISION)
+            _scan_store(y_ptr + i_token * V, b_y, o_t, o_v, H * V, n_t, V)
+        b_write = (to_end[:, None] * b_u).to(b_k.dtype)
         b_s = carry * b_s + tl.dot(tl.trans(b_k), b_write, input_precision=PRECISION)
     _scan_store(final_ptr + i_bh * (K * V), b_s, o_k, o_v, V, K, V)
 
 
 @_jit_dynamic("T", "NC")
-def _chunk_scan_output_kernel(
-    q_ptr, k_ptr, beta_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, y_ptr,
-    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
-):  # fmt: skip
-    """One chunk, BV value columns: y = out Q S + P w, P_ij = beta_j (q_i . k_j) prod_{m=j+1}^{i} gamma_m."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_chunk = tl.program_id(0).to(tl.int64) // NV
-    i_c, i_bh = i_chunk % NC, i_chunk // NC
-    i_b, i_h = i_bh // H, i_bh % H
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    n_t = T - i_c * BT
-    i_token = (i_b * T + i_c * BT) * H + i_h
-    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
-    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-    b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-    b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
-    b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=o_t < n_t, other=0.0)
-    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
-    out_coarse = tl.load(p_gate)
-    out_fine = tl.load(p_gate + BT)
-    out_entry = tl.load(p_gate + 5 * BT)
-    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
-    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_decay = tl.exp(tl.where(m_out, exponent, float("-inf")))
-    b_p = (b_qk * b_beta[None, :] * b_decay).to(b_k.dtype)
-    b_y = out_entry[:, None] * tl.dot(b_q, b_s, input_precision=PRECISION)
-    b_y += tl.dot(b_p, b_w, input_precision=PRECISION)
-    _scan_store(y_ptr + i_token * V, b_y, o_t, o_v, H * V, n_t, V)
-
-
-@_jit_dynamic("T", "NC")
-def _chunk_scan_dwrite_kernel(
-    q_ptr, k_ptr, doc_ptr, gate_ptr, do_ptr, du_ptr,
-    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
-):  # fmt: skip
-    """One chunk, BV value columns: what the chunk's outputs send back to its writes u = beta w,
-    du_j = sum_{i>=j} (k_j . q_i) prod_{m=j+1}^{i} gamma_m do_i."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_chunk = tl.program_id(0).to(tl.int64) // NV
-    i_c, i_bh = i_chunk % NC, i_chunk // NC
-    i_b, i_h = i_bh // H, i_bh % H
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    n_t = T - i_c * BT
-    i_token = (i_b * T + i_c * BT) * H + i_h
-    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
-    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-    b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
-    out_coarse = tl.load(p_gate)
-    out_fine = tl.load(p_gate + BT)
-    # rows are the writes j, columns the outputs i: built transposed, never transposed after the product
-    exponent = (out_coarse[None, :] - out_coarse[:, None]) + (out_fine[None, :] - out_fine[:, None])
-    m_out = (o_t[:, None] <= o_t[None, :]) & (o_t[:, None] >= b_doc[None, :])
-    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    b_p = (b_kq * tl.exp(tl.where(m_out, exponent, float("-inf")))).to(b_k.dtype)
-    b_du = tl.dot(b_p, b_do, input_precision=PRECISION)
-    _scan_store(du_ptr + i_token * V, b_du, o_t, o_v, H * V, n_t, V)
-
-
-@_jit_dynamic("T", "NC")
 def _chunk_scan_dstate_kernel(
-    q_ptr, k_ptr, beta_ptr, inverse_ptr, gate_ptr, w_ptr, do_ptr, du_ptr, dfinal_ptr,
+    q_ptr, k_ptr, beta_ptr, inverse_ptr, pair_ptr, gate_ptr, w_ptr, do_ptr, dfinal_ptr,
     dv_ptr, dstates_ptr, dbeta_ptr, dend_ptr, dinitial_ptr,
     T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
-    """The chunks of one head in reverse, BV value columns: du += to_end K dS, dv = (I - A)^-T (beta du),
-    dS <- carry dS + Q^T (out do) - K^T (pre dv). Keeps dv, the dS that leaves each chunk, and this block's share of
+    """The chunks of one head in reverse, BV value columns: du = pair^T do + to_end K dS, dv = (I - A)^-T (beta du),
+    dS <- carry dS + Q^T (out do) - K^T (pre dv). du stays in float32: with repeated keys the solve cancels most of it,
+    and a bf16 copy doubles the error of dv. Keeps dv, the dS that leaves each chunk, and this block's share of
     du . w (for beta) and of to_end beta w . (K dS) (for the decays)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -1776,23 +1740,23 @@ def _chunk_scan_dstate_kernel(
         b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
-        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
-        b_du = _scan_load(du_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+        b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
         b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
         pre_entry = tl.load(p_gate + 4 * BT)
         out_entry = tl.load(p_gate + 5 * BT)
         to_end = tl.load(p_gate + 6 * BT)
         carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
         b_kds = to_end[:, None] * tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
-        b_du += b_kds
+        b_du = b_kds + tl.dot(tl.trans(b_pair), b_do, input_precision=PRECISION)
         p_share = (i_v * (tl.num_programs(0) // NV) + i_bh) * NC * BT + i_c * BT + o_t
         tl.store(dbeta_ptr + p_share, tl.sum(b_du * b_w, axis=1))
         tl.store(dend_ptr + p_share, b_beta * tl.sum(b_kds * b_w, axis=1))
         b_dw = b_beta[:, None] * b_du
         b_dv = b_dw + tl.dot(tl.trans(b_inverse), b_dw.to(b_k.dtype), input_precision=PRECISION)
         _scan_store(dv_ptr + i_token * V, b_dv, o_t, o_v, H * V, n_t, V)
-        b_out = (out_entry[:, None] * b_do).to(b_k.dtype)
+        b_out = (out_entry[:, None] * b_do.to(tl.float32)).to(b_k.dtype)
         b_pre = (pre_entry[:, None] * b_dv).to(b_k.dtype)
         b_gain = tl.dot(tl.trans(b_q), b_out, input_precision=PRECISION)
         b_loss = tl.dot(tl.trans(b_k), b_pre, input_precision=PRECISION)
@@ -2053,82 +2017,83 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     # float32: 32 tokens, 16 columns, 8 warps, one buffer: exact products run on the plain units, from registers
     BT = min(chunk_size, 64 if low else 32)
     BV = min(32 if low else 16, triton.next_power_of_2(V))
-    # sm_90: 64 columns halve the re-reading of k; 32 give more multiprocessors work when there are few heads
-    if low and not blackwell and V > 32 and B * H * triton.cdiv(V, 64) >= _multiprocessors(x):
-        BV = 64
-    warps = 4 if low else 8
-    BK = triton.next_power_of_2(K)
+    if low and not blackwell:
+        # a walk is bound by the latency of its chunks: one program a multiprocessor, as narrow as that leaves it
+        BV = triton.next_power_of_2(V)
+        while BV > 32 and 2 * B * H * triton.cdiv(V, BV) <= _multiprocessors(x):
+            BV //= 2
+    wide = dict(num_warps=8 if BV == 128 else 4, num_stages=2)
+    # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
+    narrow = dict(num_warps=2 if low else 8, num_stages=1)
     return SimpleNamespace(
         NC=triton.cdiv(T, BT),
-        NV=triton.cdiv(V, BV),
-        sizes=dict(K=K, V=V, BK=BK, BV=BV, BT=BT, PRECISION="ieee"),
+        sizes=dict(K=K, V=V, BK=triton.next_power_of_2(K), BT=BT, PRECISION="ieee"),
         merge="tf32" if low else "ieee",
-        chunk=dict(num_warps=warps, num_stages=1),
-        # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
-        state=dict(num_warps=2 if blackwell and low else warps, num_stages=2 if low and not blackwell else 1),
+        entry=dict(num_warps=4 if low else 8, num_stages=1),
+        walk=dict(BV=BV, **(wide if low and not blackwell else narrow)),
+        # back: three accumulators of the state's size
+        back=dict(BV=min(BV, 64), **(dict(num_warps=8, num_stages=2) if low and not blackwell else narrow)),
         # blocks of the key dimension, for the only stage with three accumulators of its length
-        dinput=dict(BK=min(BK, 64 if low else 32), num_warps=8, num_stages=1),
+        inputs=dict(BK=min(triton.next_power_of_2(K), 64 if low else 32), BV=min(BV, 64), num_warps=8, num_stages=1),
     )
 
 
-def _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles):
-    """Entry and state stages: inverse, gates, w, the states that enter the chunks, the final state."""
+def _scan_entry(q, k, beta, log_gamma, doc_start, tiles):
+    """What each chunk needs of itself alone: inverse, pair, gates."""
     B, T, H, K = k.shape
-    V, NC, BT = v.shape[-1], tiles.NC, tiles.sizes["BT"]
-    inverse = k.new_empty(B, H, NC, BT, BT)
+    NC, BT = tiles.NC, tiles.sizes["BT"]
+    inverse, pair = k.new_empty(B, H, NC, BT, BT), k.new_empty(B, H, NC, BT, BT)
     gates = beta.new_empty(B, H, NC, _SCAN_GATE_ROWS, BT)
+    blocks = beta.new_empty(B, H, NC, BT, 16)
     _chunk_associative_scan_kernel[(NC * B * H,)](
-        k, beta, log_gamma, doc_start, inverse, gates,
-        T, NC, H, K=K, BK=tiles.sizes["BK"], BT=BT, PRECISION="ieee", MERGE=tiles.merge, **tiles.chunk,
+        q, k, beta, log_gamma, doc_start, inverse, pair, gates, blocks,
+        T, NC, H, K=K, BK=tiles.sizes["BK"], BT=BT, PRECISION="ieee", MERGE=tiles.merge, **tiles.entry,
     )  # fmt: skip
-    w = torch.empty_like(v)
-    states = k.new_empty(B, H, NC, K, V)
+    return inverse, pair, gates
+
+
+def _scan_walk(q, k, v, beta, initial_state, inverse, pair, gates, tiles, keep):
+    """Walk the chunks: (y, final_state), or what the backward pass reads, (w, states), if keep."""
+    B, T, H, K = k.shape
+    V = v.shape[-1]
+    out = torch.empty_like(v)
+    states = k.new_empty(B, H, tiles.NC, K, V) if keep else None
     final_state = torch.empty_like(initial_state)
-    _chunk_scan_state_kernel[(tiles.NV * B * H,)](
-        k, v, beta, inverse, gates, initial_state, w, states, final_state,
-        T, NC, H, **tiles.sizes, **tiles.state,
+    _chunk_scan_walk_kernel[(triton.cdiv(V, tiles.walk["BV"]) * B * H,)](
+        q, k, v, beta, inverse, pair, gates, initial_state, None if keep else out, out if keep else None, states,
+        final_state, T, tiles.NC, H, KEEP=keep, **tiles.sizes, **tiles.walk,
     )  # fmt: skip
-    return inverse, gates, w, states, final_state
+    return (out, states) if keep else (out, final_state)
 
 
 def _chunk_associative_scan_fwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
-    B, T, H, _ = q.shape
     tiles = _scan_tiles(q, v, chunk_size)
-    _, gates, w, states, final_state = _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles)
-    y = torch.empty_like(v)
-    _chunk_scan_output_kernel[(tiles.NV * tiles.NC * B * H,)](
-        q, k, beta, doc_start, gates, w, states, y,
-        T, tiles.NC, H, **tiles.sizes, **tiles.chunk,
-    )  # fmt: skip
-    return y, final_state
+    entry = _scan_entry(q, k, beta, log_gamma, doc_start, tiles)
+    return *_scan_walk(q, k, v, beta, initial_state, *entry, tiles, False), entry
 
 
-def _chunk_associative_scan_bwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size, do, dfinal):
+def _chunk_associative_scan_bwd(q, k, v, beta, initial_state, doc_start, inverse, pair, gates, chunk_size, do, dfinal):
     B, T, H, K = q.shape
     V = v.shape[-1]
     tiles = _scan_tiles(q, v, chunk_size)
-    NC, NV, BT = tiles.NC, tiles.NV, tiles.sizes["BT"]
-    inverse, gates, w, states, _ = _scan_states(k, v, beta, log_gamma, initial_state, doc_start, tiles)
-    # float32: with repeated keys the solve cancels most of it, and a bf16 copy doubles the error of dv
-    du = torch.empty_like(v, dtype=torch.float32)
+    NC, BT = tiles.NC, tiles.sizes["BT"]
+    NV = triton.cdiv(V, tiles.back["BV"])
+    # a chunk's state is as large as its inputs: walked again, not kept from the forward pass
+    w, states = _scan_walk(q, k, v, beta, initial_state, inverse, pair, gates, tiles, True)
     dv = torch.empty_like(v)
-    _chunk_scan_dwrite_kernel[(NV * NC * B * H,)](
-        q, k, doc_start, gates, do, du,
-        T, NC, H, **tiles.sizes, **tiles.chunk,
-    )  # fmt: skip
     dstates = k.new_empty(B, H, NC, K, V)
     dinitial = torch.empty_like(initial_state)
     # one share per block of value columns: no float atomics
     dbeta_shares = beta.new_empty(NV, B, H, NC * BT)
     dend_shares = beta.new_empty(NV, B, H, NC * BT)
     _chunk_scan_dstate_kernel[(NV * B * H,)](
-        q, k, beta, inverse, gates, w, do, du, dfinal, dv, dstates, dbeta_shares, dend_shares, dinitial,
-        T, NC, H, **tiles.sizes, **tiles.state,
+        q, k, beta, inverse, pair, gates, w, do, dfinal, dv, dstates, dbeta_shares, dend_shares, dinitial,
+        T, NC, H, **tiles.sizes, **tiles.back,
     )  # fmt: skip
-    dq, dk, dbeta, dlog_gamma = (torch.empty_like(x) for x in (q, k, beta, log_gamma))
+    dq, dk, dbeta, dlog_gamma = (torch.empty_like(x) for x in (q, k, beta, beta))
     _chunk_scan_dinput_kernel[(NC * B * H,)](
         q, k, beta, doc_start, gates, w, states, do, dv, dstates, dbeta_shares, dend_shares, dq, dk, dbeta, dlog_gamma,
-        T, NC, H, SHARES=NV, **(tiles.sizes | tiles.dinput),
+        T, NC, H, SHARES=NV, **(tiles.sizes | tiles.inputs),
     )  # fmt: skip
     return dq, dk, dv, dbeta, dlog_gamma, dinitial
 
@@ -2136,15 +2101,19 @@ def _chunk_associative_scan_bwd(q, k, v, beta, log_gamma, initial_state, doc_sta
 class _ChunkAssociativeScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
-        ctx.save_for_backward(q, k, v, beta, log_gamma, initial_state, doc_start)
+        inputs = (q, k, v, beta, log_gamma, initial_state, doc_start)
         ctx.chunk_size = chunk_size
-        forward = _chunk_associative_scan_fwd if _uses_kernel(q) else _chunk_associative_scan_torch
-        return forward(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size)
+        if not _uses_kernel(q):
+            ctx.save_for_backward(*inputs)
+            return _chunk_associative_scan_torch(*inputs, chunk_size)
+        # inverse, pair and gates are 0.3 of q, k and v together, and a fifth of the forward pass to make again
+        y, final_state, entry = _chunk_associative_scan_fwd(*inputs, chunk_size)
+        ctx.save_for_backward(q, k, v, beta, initial_state, doc_start, *entry)
+        return y, final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dfinal):
-        # everything else is recomputed: a chunk's state is as large as its inputs
         saved = ctx.saved_tensors
         backward = _chunk_associative_scan_bwd if _uses_kernel(saved[0]) else _chunk_associative_scan_torch_bwd
         grads = backward(*saved, ctx.chunk_size, do.contiguous(), dfinal.contiguous())

@@ -608,19 +608,19 @@ def test_scan_interpreter_smoke():
 
 SCAN_FLOAT_POINTERS = (
     "beta_ptr g_ptr gate_ptr initial_ptr final_ptr dfinal_ptr dbeta_ptr dend_ptr dinitial_ptr dbeta_share_ptr dg_ptr "
-    "state_ptr du_ptr"
+    "state_ptr block_ptr"
 ).split()
 SCAN_INT_POINTERS = "doc_ptr parents_ptr path_ptr".split()
 
 
 def _scan_compile_cases():
-    """(kernel, bf16 or f32, heads, D): many heads make 64 value columns in bf16, one head 32."""
-    stages = ("_chunk_scan_state_kernel", "_chunk_scan_output_kernel", "_chunk_scan_dwrite_kernel")
-    stages += ("_chunk_scan_dstate_kernel", "_chunk_scan_dinput_kernel")
+    """(kernel, bf16 or f32, heads, D): many heads make 128 value columns in bf16, one head 32; walk+: it keeps states."""
+    stages = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel+", "_chunk_scan_dstate_kernel")
+    stages += ("_chunk_scan_dinput_kernel",)
     for kernel in ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel"):
         yield from ((kernel, kind, 28, 128) for kind in ("bf16", "f32"))
     for kernel in stages:
-        yield from ((kernel, kind, heads, 128) for kind, heads in (("bf16", 28), ("bf16", 1), ("f32", 28)))
+        yield from ((kernel, kind, heads, 128) for kind, heads in (("bf16", 112), ("bf16", 1), ("f32", 28)))
 
 
 COMPILE_CASES = list(_scan_compile_cases())
@@ -636,13 +636,13 @@ def _scan_compile_arguments(kernel, kind, heads, D):
     if kernel == "_chunk_associative_scan_kernel":
         constants = dict(K=D, BK=D, BT=tiles.sizes["BT"], PRECISION="ieee", MERGE=tiles.merge)
         constants |= dict(FLOOR=custom_kernels._SCAN_LOG_FLOOR, COARSE=custom_kernels._SCAN_COARSE)
-        options = tiles.chunk
-    elif "state" in kernel:
-        constants, options = dict(tiles.sizes), tiles.state
-    elif "dinput" in kernel:
-        constants, options = tiles.sizes | tiles.dinput | dict(SHARES=tiles.NV), tiles.dinput
+        options = tiles.entry
+    elif "walk" in kernel:
+        constants, options = tiles.sizes | tiles.walk | dict(KEEP=kernel.endswith("+")), tiles.walk
+    elif "dstate" in kernel:
+        constants, options = tiles.sizes | tiles.back, tiles.back
     else:
-        constants, options = dict(tiles.sizes), tiles.chunk
+        constants, options = tiles.sizes | tiles.inputs | dict(SHARES=D // tiles.back["BV"]), tiles.inputs
     options = {name: options[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in constants.items() if name not in options}
     return constants | dict(ROWS=custom_kernels._SCAN_GATE_ROWS), options
@@ -658,7 +658,7 @@ def test_scan_kernels_compile(case, arch, monkeypatch):
     kernel, kind, *_ = case
     monkeypatch.setattr(custom_kernels, "_scan_capability", lambda x: arch // 10)
     constants, options = _scan_compile_arguments(*case)
-    fn = getattr(custom_kernels, kernel)
+    fn = getattr(custom_kernels, kernel.rstrip("+"))
     signature, aligned = {}, {}
     for i, name in enumerate(fn.arg_names):
         signature[name] = "constexpr" if name in constants else "i32"
