@@ -1570,7 +1570,7 @@ def _scan_substitute(block_ptr, o_t):
         row = tl.where(o_c == i, 1.0, 0.0)
         for j in tl.static_range(0, i):
             row += tl.load(p_block + (16 * i + j)) * rows[j]
-        rows = rows + (row,)
+        rows = (*rows, row)
     tl.debug_barrier()
     for i in tl.static_range(0, 16):
         tl.store(p_block + 16 * i + o_c, rows[i])
@@ -2388,10 +2388,14 @@ _ATTENTION_PAGE = 64
 
 
 @_jit
-def _attention_rows(ptr, o_row, m_row, stride, K: tl.constexpr):
+def _attention_rows(ptr, o_row, m_row, stride, K: tl.constexpr, MASKED: tl.constexpr = True):
     """Load rows o_row of a matrix of K columns; masked rows are zero."""
     p_row = ptr + o_row.to(tl.int64)[:, None] * stride + tl.arange(0, K)[None, :]
-    return tl.load(p_row, mask=m_row[:, None], other=0.0)
+    if MASKED:
+        b_row = tl.load(p_row, mask=m_row[:, None], other=0.0)
+    else:
+        b_row = tl.load(p_row)
+    return b_row
 
 
 @_jit
@@ -2404,13 +2408,24 @@ def _attention_anchor_rows(seg_ptr, old_ptr, o_a, o_j, m_a, row_shift, old_rows,
 
 
 @_jit
-def _attention_online(b_s, visible, b_v, acc, m, z, PRECISION: tl.constexpr):
-    """One step of the running softmax, base 2: a row that sees nothing here keeps its (acc, m, z) bit for bit."""
-    b_s = tl.where(visible, b_s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(b_s, 1))
+def _attention_full_tiles(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr):
+    """Cut [lo, hi), walked from lo in tiles: (end of the tiles before, first and end of those in [full_lo, full_hi)).
+
+    Tiles in which every pair is visible need no mask, which costs about as much as the exponentials.
+    """
+    first = lo + tl.cdiv(tl.maximum(full_lo - lo, 0), BLOCK) * BLOCK
+    end = first + tl.maximum(full_hi - first, 0) // BLOCK * BLOCK
+    return tl.minimum(first, hi), first, end
+
+
+@_jit
+def _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION: tl.constexpr):
+    """One step of the running softmax, base 2, of scores scale2 b_s: a row that sees nothing here (-inf) keeps its
+    (acc, m, z) bit for bit."""
+    m_new = tl.maximum(m, tl.max(b_s, 1) * scale2)
     # a row that has seen nothing yet: any finite maximum will do
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = tl.exp2(b_s - m_safe[:, None])
+    b_p = tl.exp2(b_s * scale2 - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     z = z * alpha + tl.sum(b_p, 1)
     acc = _dot_add(b_p.to(b_v.dtype), b_v, acc * alpha[:, None], PRECISION)
@@ -2438,17 +2453,34 @@ def _attention_near_mask(o_q, o_r, b_first, window, anchors, READ: tl.constexpr)
 @_jit
 def _attention_near(
     b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, lo, hi, rows, window, anchors, scale2, stride,
-    K: tl.constexpr, BN: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, READ: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Running softmax over the window keys of rows [lo, hi), hi rounded up to whole tiles."""
+    """Running softmax over the window keys of rows [lo, hi), hi rounded up to whole tiles; MASKED: not all visible."""
     for r0 in range(lo, hi, BN):
         o_r = r0 + tl.arange(0, BN)
-        b_k = _attention_rows(k_ptr, o_r, o_r < rows, stride, K)
-        b_v = _attention_rows(v_ptr, o_r, o_r < rows, stride, K)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
-        visible = _attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, READ)
-        acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+        b_k = _attention_rows(k_ptr, o_r, o_r < rows, stride, K, MASKED)
+        b_v = _attention_rows(v_ptr, o_r, o_r < rows, stride, K, MASKED)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if MASKED:
+            visible = _attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, READ)
+            b_s = tl.where(visible, b_s, float("-inf"))
+        acc, m, z = _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION)
     return acc, m, z
+
+
+@_jit
+def _attention_near_split(
+    b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, lo, hi, full_lo, full_hi, rows, window, anchors, scale2, stride,
+    K: tl.constexpr, BN: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """_attention_near over [lo, hi), without masks in the tiles of [full_lo, full_hi)."""
+    stop, first, end = _attention_full_tiles(lo, hi, full_lo, full_hi, BN)
+    acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, lo, stop, rows, window, anchors, scale2,
+                                stride, K, BN, READ, True, PRECISION)
+    acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, first, end, rows, window, anchors, scale2,
+                                stride, K, BN, READ, False, PRECISION)
+    return _attention_near(b_q, o_q, b_first, k_ptr, v_ptr, acc, m, z, end, hi, rows, window, anchors, scale2,
+                           stride, K, BN, READ, True, PRECISION)
 
 
 @_jit_dynamic("T", "P", "old_rows", "window", "anchors")
@@ -2462,11 +2494,11 @@ def _attention_fwd_kernel(
 
     s_ij = scale log2(e) q_i.k_j inside the window and scale log2(e) q_far_i.k_far_j for an anchor beyond it.
     """
-    i_m = tl.program_id(0)
+    # the tiles with the most keys first
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     i_b = (tl.program_id(1) // H).to(tl.int64)
     i_h = tl.program_id(1) % H
     i_g = i_h // (H // G)
-    m0 = i_m * BM
     # rows past the end repeat the last query, so that every row sees a key; they are not stored
     o_m = m0 + tl.arange(0, BM)
     m_m = o_m < T
@@ -2484,20 +2516,27 @@ def _attention_fwd_kernel(
     b_first = b_ds + P
     lo = tl.maximum(tl.maximum(d_lo, m0 - window + 1) + P, 0)
     hi = tl.minimum(m0 + BM, T) + P
+    # rows that every query of the tile sees: of every query's document, within its window, not after it
+    first_hi = tl.max(b_first, 0)
+    near_lo = tl.maximum(first_hi, hi - window)
+    near_hi = m0 + P + 1
     if QUANT:
         # start of the page before the query's: the first row of full precision
         b_edge = b_first + tl.maximum((o_i - b_ds) // 64 - 1, 0) * 64
-        full_lo = lo + tl.maximum(tl.min(b_edge, 0) - lo, 0) // BN * BN
-        anchor_hi = tl.minimum(full_lo, tl.max(b_first, 0) + anchors)
+        edge_lo = tl.min(b_edge, 0)
+        full_lo = lo + tl.maximum(edge_lo - lo, 0) // BN * BN
+        anchor_hi = tl.minimum(full_lo, tl.maximum(first_hi, 0) + anchors)
         acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, lo, anchor_hi,
-                                    P + T, window, anchors, scale2, G * K, K, BN, 2, PRECISION)
-        acc, m, z = _attention_near(b_q, o_q, b_first, k_quant_ptr + kv_base, v_quant_ptr + kv_base, acc, m, z, lo,
-                                    tl.max(b_edge, 0), P + T, window, anchors, scale2, G * K, K, BN, 1, PRECISION)
+                                    P + T, window, anchors, scale2, G * K, K, BN, 2, True, PRECISION)
+        acc, m, z = _attention_near_split(b_q, o_q, b_first, k_quant_ptr + kv_base, v_quant_ptr + kv_base, acc, m, z,
+                                          lo, tl.max(b_edge, 0), tl.maximum(near_lo, first_hi + anchors),
+                                          tl.minimum(near_hi, edge_lo), P + T, window, anchors, scale2, G * K,
+                                          K, BN, 1, PRECISION)
         acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, full_lo, hi,
-                                    P + T, window, anchors, scale2, G * K, K, BN, 2, PRECISION)
+                                    P + T, window, anchors, scale2, G * K, K, BN, 2, True, PRECISION)
     else:
-        acc, m, z = _attention_near(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, lo, hi,
-                                    P + T, window, anchors, scale2, G * K, K, BN, 0, PRECISION)
+        acc, m, z = _attention_near_split(b_q, o_q, b_first, k_ptr + kv_base, v_ptr + kv_base, acc, m, z, lo, hi,
+                                          near_lo, near_hi, P + T, window, anchors, scale2, G * K, K, BN, 0, PRECISION)
     if FAR:
         none = -2147483647
         b_fd = tl.where(o_i - b_ds >= window, b_ds, none)
@@ -2515,9 +2554,10 @@ def _attention_fwd_kernel(
                                              old_rows, G * K, K)
                 b_v = _attention_anchor_rows(v_ptr + kv_base, anchor_v_ptr + old_base, o_a, o_j, m_a, P,
                                              old_rows, G * K, K)
-                b_s = tl.dot(b_qf, tl.trans(b_k), input_precision=PRECISION) * scale2
                 visible = m_a[None, :] & (b_fd == d)[:, None] & (o_i[:, None] - o_j[None, :] >= window)
-                acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+                b_s = tl.dot(b_qf, tl.trans(b_k), input_precision=PRECISION)
+                b_s = tl.where(visible, b_s, float("-inf"))
+                acc, m, z = _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION)
             d = tl.max(tl.where(b_fd < d, b_fd, none), 0)
     b_y = acc / z[:, None]
     p_y = y_ptr + q_base + o_m.to(tl.int64)[:, None] * (H * K) + tl.arange(0, K)[None, :]
@@ -2539,14 +2579,33 @@ def _attention_delta_kernel(y_ptr, dy_ptr, delta_ptr, T, H: tl.constexpr, K: tl.
 
 @_jit
 def _attention_query_step(
-    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, scale, PRECISION: tl.constexpr,
+    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """acc += dS K with dS = P o (dy V^T - delta) scale."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
-    b_p = tl.where(visible, tl.exp2(b_s - b_lse[:, None]), 0.0)
+    """acc += dS K with dS = P o (dy V^T - delta)."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
+    if MASKED:
+        b_p = tl.where(visible, b_p, 0.0)
     b_dp = tl.dot(b_dy, tl.trans(b_v), input_precision=PRECISION)
-    b_dsc = b_p * (b_dp - b_delta[:, None]) * scale
+    b_dsc = b_p * (b_dp - b_delta[:, None])
     return _dot_add(b_dsc.to(b_k.dtype), b_k, acc, PRECISION)
+
+
+@_jit
+def _attention_query_near(
+    b_q, o_q, b_first, b_dy, b_lse, b_delta, k_ptr, v_ptr, acc, lo, hi, rows, window, anchors, scale2, stride,
+    K: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """_attention_query_step over the window keys of rows [lo, hi); MASKED: not all visible."""
+    for r0 in range(lo, hi, BN):
+        o_r = r0 + tl.arange(0, BN)
+        b_k = _attention_rows(k_ptr, o_r, o_r < rows, stride, K, MASKED)
+        b_v = _attention_rows(v_ptr, o_r, o_r < rows, stride, K, MASKED)
+        visible = True
+        if MASKED:
+            visible = _attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, 0)
+        acc = _attention_query_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, MASKED, PRECISION)
+    return acc
 
 
 @_jit_dynamic("T", "P", "old_rows", "window", "anchors")
@@ -2557,7 +2616,7 @@ def _attention_bwd_query_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BA: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """dq_i = scale sum_j p_ij (dy_i.v_j - delta_i) k_j over the window; dq_far_i the same over the far anchors."""
-    m0 = tl.program_id(0) * BM
+    m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     i_b = (tl.program_id(1) // H).to(tl.int64)
     i_h = tl.program_id(1) % H
     i_g = i_h // (H // G)
@@ -2575,12 +2634,18 @@ def _attention_bwd_query_kernel(
     p_out = o_m.to(tl.int64)[:, None] * (H * K) + tl.arange(0, K)[None, :]
     acc = tl.zeros((BM, K), tl.float32)
     lo = tl.maximum(tl.maximum(d_lo, m0 - window + 1) + P, 0)
-    for r0 in range(lo, tl.minimum(m0 + BM, T) + P, BN):
-        o_r = r0 + tl.arange(0, BN)
-        b_k = _attention_rows(k_ptr + kv_base, o_r, o_r < P + T, G * K, K)
-        b_v = _attention_rows(v_ptr + kv_base, o_r, o_r < P + T, G * K, K)
-        visible = _attention_near_mask(o_i[:, None] + P, o_r[None, :], b_ds[:, None] + P, window, anchors, 0)
-        acc = _attention_query_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, acc, scale2, scale, PRECISION)
+    hi = tl.minimum(m0 + BM, T) + P
+    o_q = o_i + P
+    b_first = b_ds + P
+    stop, first, end = _attention_full_tiles(lo, hi, tl.maximum(tl.max(b_first, 0), hi - window), m0 + P + 1, BN)
+    p_k, p_v = k_ptr + kv_base, v_ptr + kv_base
+    acc = _attention_query_near(b_q, o_q, b_first, b_dy, b_lse, b_delta, p_k, p_v, acc, lo, stop, P + T, window,
+                                anchors, scale2, G * K, K, BN, True, PRECISION)
+    acc = _attention_query_near(b_q, o_q, b_first, b_dy, b_lse, b_delta, p_k, p_v, acc, first, end, P + T, window,
+                                anchors, scale2, G * K, K, BN, False, PRECISION)
+    acc = _attention_query_near(b_q, o_q, b_first, b_dy, b_lse, b_delta, p_k, p_v, acc, end, hi, P + T, window,
+                                anchors, scale2, G * K, K, BN, True, PRECISION)
+    acc *= scale
     tl.store(dq_ptr + q_base + p_out, acc.to(dq_ptr.dtype.element_ty), mask=m_m[:, None])
     if FAR:
         none = -2147483647
@@ -2600,23 +2665,52 @@ def _attention_bwd_query_kernel(
                 b_v = _attention_anchor_rows(v_ptr + kv_base, anchor_v_ptr + old_base, o_a, o_j, m_a, P,
                                              old_rows, G * K, K)
                 visible = m_a[None, :] & (b_fd == d)[:, None] & (o_i[:, None] - o_j[None, :] >= window)
-                far = _attention_query_step(b_qf, b_k, b_v, b_dy, b_lse, b_delta, visible, far, scale2, scale,
+                far = _attention_query_step(b_qf, b_k, b_v, b_dy, b_lse, b_delta, visible, far, scale2, True,
                                             PRECISION)
             d = tl.max(tl.where(b_fd < d, b_fd, none), 0)
+        far *= scale
         tl.store(dq_far_ptr + q_base + p_out, far.to(dq_far_ptr.dtype.element_ty), mask=m_m[:, None])
 
 
 @_jit
 def _attention_key_step(
-    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, scale, PRECISION: tl.constexpr,
+    b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """dv += P^T dy, dk += dS^T q; both products are formed transposed, so no accumulator is ever transposed."""
-    b_st = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale2
-    b_pt = tl.where(visible, tl.exp2(b_st - b_lse[None, :]), 0.0)
+    """dv += P^T dy, dk += dS^T q, scale aside; both are formed transposed, so no accumulator is ever transposed."""
+    b_st = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_pt = tl.exp2(b_st * scale2 - b_lse[None, :])
+    if MASKED:
+        b_pt = tl.where(visible, b_pt, 0.0)
     b_dv = _dot_add(b_pt.to(b_dy.dtype), b_dy, b_dv, PRECISION)
     b_dpt = tl.dot(b_v, tl.trans(b_dy), input_precision=PRECISION)
-    b_dst = b_pt * (b_dpt - b_delta[None, :]) * scale
+    b_dst = b_pt * (b_dpt - b_delta[None, :])
     b_dk = _dot_add(b_dst.to(b_q.dtype), b_q, b_dk, PRECISION)
+    return b_dk, b_dv
+
+
+@_jit
+def _attention_key_near(
+    q_ptr, dy_ptr, lse_ptr, delta_ptr, ds_ptr, b_k, b_v, o_row, b_dk, b_dv, lo, hi, T, P, window, scale2, stride,
+    K: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """_attention_key_step over the queries [lo, hi) of one head; MASKED: not all of them see every key of the tile."""
+    for i0 in range(lo, hi, BM):
+        o_i = i0 + tl.arange(0, BM)
+        m_i = o_i < T
+        b_q = _attention_rows(q_ptr, o_i, m_i, stride, K, MASKED)
+        b_dy = _attention_rows(dy_ptr, o_i, m_i, stride, K, MASKED)
+        visible = True
+        if MASKED:
+            b_lse = tl.load(lse_ptr + o_i, mask=m_i, other=0.0)
+            b_delta = tl.load(delta_ptr + o_i, mask=m_i, other=0.0)
+            b_ds = tl.load(ds_ptr + o_i, mask=m_i, other=0)
+            visible = _attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)
+            visible = visible & m_i[None, :]
+        else:
+            b_lse = tl.load(lse_ptr + o_i)
+            b_delta = tl.load(delta_ptr + o_i)
+        b_dk, b_dv = _attention_key_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, MASKED,
+                                         PRECISION)
     return b_dk, b_dv
 
 
@@ -2637,24 +2731,27 @@ def _attention_bwd_key_kernel(
     b_v = _attention_rows(v_ptr + kv_base, o_row, m_row, G * K, K)
     b_dk = tl.zeros((BN, K), tl.float32)
     b_dv = tl.zeros((BN, K), tl.float32)
-    # the first query of a later document, and the first one beyond the window, end the loop
+    # the first query of a document later than the tile, and the first one beyond the window, end the loop; a query of
+    # no document later than the tile's first key sees it all
+    p_end = end_ptr + i_b * 2 * tl.num_programs(0) + i_n
     lo = tl.maximum(j_lo, 0)
-    hi = tl.minimum(tl.load(end_ptr + i_b * tl.num_programs(0) + i_n), j_lo + BN - 1 + window)
+    hi = tl.minimum(tl.load(p_end + tl.num_programs(0)), j_lo + BN - 1 + window)
+    full_hi = tl.minimum(tl.load(p_end), j_lo + window)
+    stop, first, end = _attention_full_tiles(lo, hi, j_lo + BN - 1, full_hi, BM)
     for i_r in range(H // G):
         i_h = i_g * (H // G) + i_r
-        q_base = i_b * T * H * K + i_h * K
-        for i0 in range(lo, hi, BM):
-            o_i = i0 + tl.arange(0, BM)
-            m_i = o_i < T
-            b_q = _attention_rows(q_ptr + q_base, o_i, m_i, H * K, K)
-            b_dy = _attention_rows(dy_ptr + q_base, o_i, m_i, H * K, K)
-            b_lse = tl.load(lse_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
-            b_delta = tl.load(delta_ptr + (i_b * H + i_h) * T + o_i, mask=m_i, other=0.0)
-            b_ds = tl.load(ds_ptr + i_b * T + o_i, mask=m_i, other=0)
-            visible = _attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)
-            visible = visible & m_i[None, :]
-            b_dk, b_dv = _attention_key_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2, scale,
-                                             PRECISION)
+        p_q = q_ptr + i_b * T * H * K + i_h * K
+        p_dy = dy_ptr + i_b * T * H * K + i_h * K
+        p_lse = lse_ptr + (i_b * H + i_h) * T
+        p_delta = delta_ptr + (i_b * H + i_h) * T
+        p_ds = ds_ptr + i_b * T
+        b_dk, b_dv = _attention_key_near(p_q, p_dy, p_lse, p_delta, p_ds, b_k, b_v, o_row, b_dk, b_dv, lo, stop,
+                                         T, P, window, scale2, H * K, K, BM, True, PRECISION)
+        b_dk, b_dv = _attention_key_near(p_q, p_dy, p_lse, p_delta, p_ds, b_k, b_v, o_row, b_dk, b_dv, first, end,
+                                         T, P, window, scale2, H * K, K, BM, False, PRECISION)
+        b_dk, b_dv = _attention_key_near(p_q, p_dy, p_lse, p_delta, p_ds, b_k, b_v, o_row, b_dk, b_dv, end, hi,
+                                         T, P, window, scale2, H * K, K, BM, True, PRECISION)
+    b_dk *= scale
     p_out = kv_base + o_row.to(tl.int64)[:, None] * (G * K) + tl.arange(0, K)[None, :]
     tl.store(dk_ptr + p_out, b_dk.to(dk_ptr.dtype.element_ty), mask=m_row[:, None])
     tl.store(dv_ptr + p_out, b_dv.to(dv_ptr.dtype.element_ty), mask=m_row[:, None])
@@ -2698,10 +2795,10 @@ def _attention_bwd_far_kernel(
                 b_ds = tl.load(ds_ptr + i_b * T + o_i, mask=m_i, other=0)
                 visible = m_a[:, None] & (m_i & (b_ds == d))[None, :] & (o_i[None, :] - o_j[:, None] >= window)
                 b_dk, b_dv = _attention_key_step(b_q, b_k, b_v, b_dy, b_lse, b_delta, visible, b_dk, b_dv, scale2,
-                                                 scale, PRECISION)
+                                                 True, PRECISION)
         rows = tl.num_programs(2) * BA
         p_part = ((i_b * G + i_g) * n_items + i_w) * rows * K + o_a[:, None] * K + tl.arange(0, K)[None, :]
-        tl.store(dk_part_ptr + p_part, b_dk)
+        tl.store(dk_part_ptr + p_part, b_dk * scale)
         tl.store(dv_part_ptr + p_part, b_dv)
 
 
@@ -2747,10 +2844,11 @@ def _attention_tiles(name: str, x: Tensor, anchors: int) -> SimpleNamespace:
     """Fixed tiles per kernel and type: query rows BM, key rows BN, anchors BA, and the launch options."""
     half = x.dtype != torch.float32
     BM, BN, warps, stages = {
-        # bf16, K = 128, sm_90, Triton 3.6: 242, 255, 255, 255 registers and 0, 184, 48, 128 bytes of stack a thread
-        ("fwd", True): (128, 64, 8, 2),
-        ("query", True): (64, 64, 4, 2),
-        ("key", True): (64, 64, 8, 2),
+        # bf16, K = 128, sm_90, Triton 3.6: all at 255 registers; the loops without masks spill nothing and issue 512,
+        # 285 and 445 instructions a tile, for 2,800, 2,100 and 2,800 clocks of its products
+        ("fwd", True): (128, 128, 8, 2),
+        ("query", True): (128, 64, 8, 2),
+        ("key", True): (64, 128, 8, 2),
         ("far", True): (64, 64, 8, 2),
         # float32: exact products hold whole operand rows in registers, so the tiles are small (stack 24 to 80 bytes)
         ("fwd", False): (32, 32, 8, 1),
@@ -2808,9 +2906,10 @@ def _attention_bwd_key(q, k, v, doc_start, dy, lse, delta, window, scale):
     G, P = k.shape[2], k.shape[1] - T
     tiles = _attention_tiles("key", q, 0)
     n_tiles = triton.cdiv(P + T, tiles.BN)
-    # (B, n_tiles): how many queries belong to documents that start at or before the tile's last key
-    last = torch.arange(1, n_tiles + 1, device=q.device, dtype=torch.int32) * tiles.BN - P - 1
-    end = torch.searchsorted(doc_start, last.expand(B, -1).contiguous(), right=True, out_int32=True)
+    # (B, 2 n_tiles): how many queries belong to documents that start at or before each tile's first key, its last key
+    first = torch.arange(n_tiles, device=q.device, dtype=torch.int32) * tiles.BN - P
+    edges = torch.cat((first, first + tiles.BN - 1)).expand(B, -1).contiguous()
+    end = torch.searchsorted(doc_start, edges, right=True, out_int32=True)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _attention_bwd_key_kernel[(n_tiles, B * G)](
         q, k, v, doc_start, dy, lse, delta, end, dk, dv, T, P, window, scale * _ATTENTION_LOG2E, scale,
@@ -3378,10 +3477,11 @@ def _paged_pages_kernel(
             m_p = o_p < length
             b_k = _paged_rows(key_ptr, key_scale_ptr, o_row, m_p, i_g, b_q.dtype, G, K, BITS)
             b_v = _paged_rows(value_ptr, value_scale_ptr, o_row, m_p, i_g, b_q.dtype, G, K, BITS)
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             old = (p0 // 64 <= b_pos // 64 - 2) & m_r
             visible = old[:, None] & (m_p & (o_p >= anchors))[None, :] & (b_pos[:, None] - o_p[None, :] < window)
-            acc, m, z = _attention_online(b_s, visible, b_v, acc, m, z, PRECISION)
+            b_s = tl.where(visible, b_s, float("-inf"))
+            acc, m, z = _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION)
         part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + o_r
         tl.store(acc_ptr + part[:, None] * K + tl.arange(0, K)[None, :], acc)
         tl.store(m_ptr + part, m)
@@ -3433,8 +3533,9 @@ def _paged_node_kernel(
                        _attention_rows(scratch_k_ptr + new, o_node, m_new, G * K, K))
         b_v = tl.where(m_ring[:, None], _attention_rows(recent_v_ptr + ring, o_ring, m_ring, G * K, K),
                        _attention_rows(scratch_v_ptr + new, o_node, m_new, G * K, K))
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
-        acc, m, z = _attention_online(b_s, (m_ring | m_new)[None, :], b_v, acc, m, z, PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.where((m_ring | m_new)[None, :], b_s, float("-inf"))
+        acc, m, z = _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION)
     base = i_b * anchor_rows * G * K + i_g * K
     b_qf = _attention_rows(q_far_ptr + q_base, o_h, m_h, K, K)
     for a0 in range(0, anchors, BP):
@@ -3443,12 +3544,13 @@ def _paged_node_kernel(
         m_near = (o_a < anchors) & (o_a < edge) & (pos - o_a < window)
         b_k = _attention_rows(near_ptr + base, o_a, m_near, G * K, K)
         b_v = _attention_rows(anchor_v_ptr + base, o_a, m_near | m_far, G * K, K)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if not FULL:
             b_kf = _attention_rows(far_ptr + base, o_a, m_far, G * K, K)
-            b_sf = tl.dot(b_qf, tl.trans(b_kf), input_precision=PRECISION) * scale2
+            b_sf = tl.dot(b_qf, tl.trans(b_kf), input_precision=PRECISION)
             b_s = tl.where(m_far[None, :], b_sf, b_s)
-        acc, m, z = _attention_online(b_s, (m_near | m_far)[None, :], b_v, acc, m, z, PRECISION)
+        b_s = tl.where((m_near | m_far)[None, :], b_s, float("-inf"))
+        acc, m, z = _attention_online(b_s, b_v, acc, m, z, scale2, PRECISION)
     first = 0 if FULL else tl.maximum(length - window + 1, 0) // SPLIT
     for i_t in range(0, tl.minimum(n_splits, (edge + SPLIT - 1) // SPLIT - first)):
         part = (tl.program_id(0).to(tl.int64) * n_splits + i_t) * ROWS + i_n * GROUP + o_h

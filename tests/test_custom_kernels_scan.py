@@ -614,7 +614,7 @@ SCAN_INT_POINTERS = "doc_ptr parents_ptr path_ptr".split()
 
 
 def _scan_compile_cases():
-    """(kernel, bf16 or f32, heads, D): many heads make 128 value columns in bf16, one head 32; walk+: it keeps states."""
+    """(kernel, bf16 or f32, heads, D): many heads make 128 value columns in bf16, one head 32; walk+ keeps states."""
     stages = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel+", "_chunk_scan_dstate_kernel")
     stages += ("_chunk_scan_dinput_kernel",)
     for kernel in ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel"):
