@@ -42,7 +42,8 @@ __all__ = [
     "RotaryTable",
 ]
 
-ROTARY_STRIDE = 1024  # positions split as high * 1024 + low: two tables of 1,024 rows reach 1,048,576
+ROTARY_STRIDE = 1024  # positions split as high * 1024 + low: two tables of 1,024 rows
+ROTARY_POSITIONS = ROTARY_STRIDE**2  # reach 1,048,576
 
 
 class RotaryAngles(NamedTuple):
@@ -157,6 +158,15 @@ class PagedKeyValueCache:
         twin = copy.copy(self)
         twin.pages = copy.deepcopy(self.pages)
         return twin
+
+    def take(self, row: int, other: "PagedKeyValueCache") -> None:
+        """Make one sequence a copy of another cache's only one."""
+        ours, theirs = self.pages.page_table[row].long(), other.pages.page_table[0].long()
+        for name, value in self.tensors().items():
+            if name.startswith(("key_", "value_")):  # pools: pages are found through the tables
+                value[ours] = other.tensors()[name][theirs]
+            elif name != "page_table":
+                value[row] = other.tensors()[name][0]
 
     def append(self, k: Tensor, v: Tensor, raw_k: Tensor, count: Tensor | None = None) -> None:
         """Store the first count (B,) int32 of T tokens (None = all): k, v, raw_k (B, T, G, K), as in NodeKeyValues."""

@@ -123,10 +123,12 @@ def _partial_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------
 # Matrix product
 
-# Rows a skinny product is padded to (the narrowest tensor-core side is 8; a draft tree has 7 nodes, two fit).
+# Rows of a tile of a skinny product (the narrowest tensor-core side is 8; a draft tree has 7 nodes, two fit).
 _SKINNY_ROWS = 16
 # The same on a CPU, where the library's kernels for 8 rows treat every row alike (fewer rows take other code).
 _SKINNY_ROWS_CPU = 8
+# Rows up to which a product runs in such tiles: a batch of decoding, 16 trees of 7 nodes.
+_SKINNY_MOST = 128
 
 
 def _require_kernel_dtype(name: str, x: Tensor) -> None:
@@ -212,13 +214,14 @@ def _skinny_product_kernel(
     p_x, p_w, p_out, R, N, K, s_xr, s_xk, s_wn, s_wk, KS,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """out[s, r, n] = sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows, whatever R is.
+    """out[s, r, n] = sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows a program, whatever R is.
 
-    The weight is the left operand, so that its rows fill the tensor core and the few rows of x are its columns.
+    The weight is the left operand, so that its rows fill the tensor core and the few rows of x are its columns. The
+    tiles of rows that read one tile of the weight run side by side, so that L2 serves all but the first.
     """
-    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    i_s = tl.program_id(1).to(tl.int64)
-    o_r = tl.arange(0, BR)
+    o_n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    i_s = tl.program_id(2).to(tl.int64)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_k = tl.arange(0, BK)
     m_n = o_n < N
     m_r = o_r < R
@@ -231,19 +234,19 @@ def _skinny_product_kernel(
         b_w = tl.load(p_w_k, mask=m_n[:, None] & m_k[None, :], other=0.0)
         b_x = tl.load(p_x_k, mask=m_k[:, None] & m_r[None, :], other=0.0)
         acc = _dot_add(b_w, b_x, acc, "ieee")
-    p_o = p_out + (i_s * BR + o_r)[None, :] * N + o_n[:, None]
+    p_o = p_out + (i_s * R + o_r)[None, :] * N + o_n[:, None]
     tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_r[None, :])
 
 
-@_jit
-def _skinny_sum_kernel(p_partial, p_out, N, BR: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr):
+@_jit_dynamic("R")
+def _skinny_sum_kernel(p_partial, p_out, R, N, SPLITS: tl.constexpr, BN: tl.constexpr):
     """out[r, n] = partial[0, r, n] + partial[1, r, n] + ... in that order."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     i_r = tl.program_id(1).to(tl.int64)
     m_n = o_n < N
     acc = tl.zeros((BN,), dtype=tl.float32)
     for i_s in range(SPLITS):
-        acc += tl.load(p_partial + (i_s * BR + i_r) * N + o_n, mask=m_n, other=0.0)
+        acc += tl.load(p_partial + (i_s * R + i_r) * N + o_n, mask=m_n, other=0.0)
     tl.store(p_out + i_r * N + o_n, acc.to(p_out.dtype.element_ty), mask=m_n)
 
 
@@ -315,7 +318,7 @@ def matrix_product(
 
 
 def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch x (R, in) @ weight (out, in)^T for R <= 16; the split depends on the weight's shape only."""
+    """Launch x (R, in) @ weight (out, in)^T for R <= 128; the split depends on the weight's shape only."""
     (rows, k), n = x.shape, weight.shape[0]
     # a float32 tile has the same bytes as a 16-bit one; sm_90: 4 stages of 20 KB, two programs a multiprocessor
     BN, BK = 64, 64 if x.dtype == torch.float32 else 128
@@ -326,21 +329,21 @@ def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         splits *= 2
     KS = triton.cdiv(triton.cdiv(k, splits), BK) * BK
     out = x.new_empty(rows, n, dtype=dtype)
-    target = out if splits == 1 else x.new_empty(splits, _SKINNY_ROWS, n, dtype=torch.float32)
-    _skinny_product_kernel[(tiles, splits)](
+    target = out if splits == 1 else x.new_empty(splits, rows, n, dtype=torch.float32)
+    _skinny_product_kernel[(triton.cdiv(rows, _SKINNY_ROWS), tiles, splits)](
         x, weight, target, rows, n, k, *x.stride(), *weight.stride(), KS,
         BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
     )
     if splits > 1:
         grid = (triton.cdiv(n, 1024), rows)
-        _skinny_sum_kernel[grid](target, out, n, BR=_SKINNY_ROWS, SPLITS=splits, BN=1024, num_warps=4)
+        _skinny_sum_kernel[grid](target, out, rows, n, SPLITS=splits, BN=1024, num_warps=4)
     return out
 
 
 def _linear_product_fwd(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0], dtype=dtype)
-    if x.shape[0] <= _SKINNY_ROWS:
+    if x.shape[0] <= _SKINNY_MOST:
         return _skinny_product(x, weight, dtype)
     return matrix_product(x, weight, out=x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 
@@ -362,13 +365,13 @@ class _LinearProduct(torch.autograd.Function):
 
 def _linear_product_torch(x: Tensor, weight: Tensor) -> Tensor:
     rows, k = x.shape
-    if rows > _SKINNY_ROWS_CPU:
+    if rows > _SKINNY_MOST:
         return F.linear(x, weight)
     # the library treats 8 rows alike only when K is a multiple of 16 (measured: K = 7 gives row-dependent last bits)
     pad_k = -k % 16
-    x = F.pad(x, (0, pad_k, 0, _SKINNY_ROWS_CPU - rows))
+    x = F.pad(x, (0, pad_k, 0, -rows % _SKINNY_ROWS_CPU))
     weight = F.pad(weight, (0, pad_k)) if pad_k else weight
-    return F.linear(x, weight)[:rows]
+    return torch.cat([F.linear(tile, weight) for tile in x.split(_SKINNY_ROWS_CPU)])[:rows]
 
 
 def linear_product(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
@@ -376,8 +379,8 @@ def linear_product(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
 
     wide keeps the float32 sums of 16-bit operands unrounded (logits); it has no gradient.
 
-    Few rows (16 on CUDA, 8 on a CPU) run in one fixed tile with a fixed split over `in`, so that a row's result is
-    the same bits whatever the number and the content of the other rows.
+    Up to 128 rows run in fixed tiles (16 rows on CUDA, 8 on a CPU) with a fixed split over `in`, so that a row's result
+    is the same bits whatever the number and the content of the other rows.
     """
     _require(weight.dim() == 2, f"weight must be 2-D (out, in), got {tuple(weight.shape)}")
     found = f"got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
@@ -4920,9 +4923,6 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: DelayedScale) -> Tensor:
 # ---------------------------------------------------------------------------
 # Layer primitives: the projection and the norm that every block is built from
 
-# a step (decoding) call has at most this many rows; longer calls are training, prefill or evaluation
-STEP_ROWS = 16
-
 
 class Projection(nn.Module):
     """Linear map x (..., d_in) -> (..., d_out) without bias; float32 master weight, product in x's type.
@@ -4962,7 +4962,7 @@ class Projection(nn.Module):
         return F.linear(x, self.weight.to(x.dtype))
 
     def step(self, x: Tensor) -> Tensor:
-        """Map x (B, N, d_in), B * N <= STEP_ROWS (8 on a CPU), each row the same bits in any company."""
+        """Map x (B, N, d_in), B * N <= 128, each row the same bits in any company."""
         if self.packed is not None:
             return fp4_weight_only_linear(x, self.packed)
         return linear_product(x, self.weight.to(x.dtype))

@@ -1,7 +1,7 @@
-"""Streaming generation: a prompt in chunks, then one tree of drafts a step, verified by the model itself.
+"""Streaming generation: prompts in chunks, then one tree of drafts a step and row, verified by the model itself.
 
-This file knows ids, not text: it takes prompt ids and yields committed ids. It reads bottom-up: noise, penalties and
-temperature, choice, statistics, then the engine: prefill, draft, verify, loop.
+This file knows ids, not text: it takes prompt ids and yields committed ids. It reads bottom-up: noise, history,
+penalties and temperature, choice, statistics, then the engine: draft, verify, commit, and the host's loop around them.
 
 The token at absolute position p is
 
@@ -14,29 +14,38 @@ text is therefore that of plain decoding whatever the drafter. Step of depth 2, 
     root -+- a -+- aa         one pass of the model over the seven nodes gives the logits after each; the walk takes
           |     +- ab         the model's choice at the root, goes on at the child that equals it, and stops where none
           +- b -+- ba         does. The walked nodes are committed, the last choice is the next root: 1 to 3 tokens a
-                +- bb         pass.
+                +- bb         pass. Nodes are numbered by level, so the children of node n are 2 n + 1 and 2 n + 2.
 
 Penalties, temperature, entropy, minimum length and stops are evaluated at a node after all tokens of its path have been
 recorded in the history, one by one, as plain decoding would; nothing is refreshed by step.
 
-Letters: N tree nodes, W vocabulary, D width. Public names: gumbel_noise, TextHistory, penalize, dynamic_temperature,
-restrict, GenerationStatistics, StreamingGenerationEngine.
+A step is device work of fixed shapes, for all rows of a batch at once: on CUDA it is recorded as one graph, and the
+host reads what a step made after it has launched the next. A row that has finished runs along and commits nothing. No
+row depends on its neighbours: sums whose order a library picks by the shape of its input are folded in a fixed order
+or taken row by row.
+
+Letters: B rows, N tree nodes, W vocabulary, D width, S penalty window. Public names: gumbel_noise, TextHistory,
+penalize, dynamic_temperature, restrict, CurvePoint, GenerationStatistics, Request, Chunk, StreamingGenerationEngine.
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybrid_model import DraftTree, HybridLanguageModel
+from hybrid_model import DraftTree, HybridLanguageModel, RecordedWork
 from model_config import GenerationConfig
 
 __all__ = [
+    "Chunk",
+    "CurvePoint",
     "GenerationStatistics",
+    "Request",
     "StreamingGenerationEngine",
     "TextHistory",
     "dynamic_temperature",
@@ -55,28 +64,31 @@ _WORD = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def gumbel_noise(seed: int, position: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return standard Gumbel noise (W,) float64, a function of (seed, position, index) alone, the same on any device.
+def gumbel_noise(
+    seed: int | Tensor, position: int | Tensor, size: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return standard Gumbel noise float64, a function of (seed, position, index) alone, the same on any device.
 
-    Counter-based: index i takes the i-th output of the 64-bit SplitMix generator (Steele, Lea, Flood, 2014) whose start
-    is the mixed pair (seed, position), so nothing depends on what was drawn before.
+    seed, position: numbers, for (W,); or int64 tensors (B,), for (B, W). Counter-based: index i takes the i-th output
+    of the 64-bit SplitMix generator (Steele, Lea, Flood, 2014) whose start is the mixed pair (seed, position), so
+    nothing depends on what was drawn before.
     """
-    start = _mix(_mix(seed & _WORD) ^ (position & _WORD))
-    index = torch.arange(1, size + 1, dtype=torch.int64, device=device)
-    bits = index * _signed(_GOLDEN) + _signed(start)  # wraps modulo 2^64
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
-    bits = bits ^ _shifted(bits, 31)
+    seed, position = (
+        x if isinstance(x, Tensor) else torch.tensor(_signed(x & _WORD), device=device) for x in (seed, position)
+    )
+    start = _mixed(_mixed(seed + _signed(_GOLDEN)) ^ position, _signed(_GOLDEN))
+    index = torch.arange(1, size + 1, dtype=torch.int64, device=start.device)
+    bits = _mixed(index * _signed(_GOLDEN) + start[..., None])  # wraps modulo 2^64
     # 53 bits, centred in their cell, so that neither logarithm meets 0
     uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
 
-def _mix(word: int) -> int:
-    word = (word + _GOLDEN) & _WORD
-    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
-    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
-    return word ^ (word >> 31)
+def _mixed(bits: Tensor, add: int = 0) -> Tensor:
+    bits = bits + add
+    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
+    return bits ^ _shifted(bits, 31)
 
 
 def _signed(word: int) -> int:
@@ -88,72 +100,100 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------
-# Penalties and temperature: functions of a node's own path
+# History, penalties and temperature: functions of a node's own path
 
 
 class TextHistory:
-    """What the sampler remembers of the generated text: a window of ids, and the entropies of the newest choices."""
+    """What the sampler remembers of each row's own text: a window of ids, and the entropies of the newest choices."""
 
-    def __init__(self, options: GenerationConfig) -> None:
-        self.window: deque[int] = deque(maxlen=options.penalty_window)
-        self.entropies: deque[float] = deque(maxlen=options.entropy_span)
-        self.count = 0  # tokens generated
+    def __init__(
+        self, options: GenerationConfig, vocab_size: int, *, batch: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.ids = torch.zeros(batch, options.penalty_window, dtype=torch.int64, device=device)  # ring: place count % S
+        self.entropies = torch.zeros(batch, options.entropy_span, dtype=torch.float64, device=device)  # another ring
+        self.counts = torch.zeros(batch, vocab_size, dtype=torch.int32, device=device)  # of each id in the window
+        self.count = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens generated
 
-    def push(self, token: int, entropy: float) -> None:
-        """Record one token and the entropy (nats) of the distribution that it was chosen from."""
-        self.window.append(token)
-        self.entropies.append(entropy)
-        self.count += 1
+    def tensors(self) -> dict[str, Tensor]:
+        """Name every stored tensor."""
+        return dict(vars(self))
 
-    def counts(self, ahead: Sequence[int] = ()) -> Counter[int]:
-        """Count the ids of the window as it would be after the tokens `ahead`."""
-        ids = [*self.window, *ahead]
-        return Counter(ids[-self.window.maxlen :])
+    def reset(self, row: int) -> None:
+        """Forget a row's text."""
+        for x in vars(self).values():
+            x[row] = 0
 
-    @property
-    def repetition(self) -> float:
-        """Share of the window's tokens that repeat an earlier one of it, 0 ... 1."""
-        return _repeated_share(self.counts())
+    def push(self, token: Tensor, entropy: Tensor, active: Tensor | None = None) -> None:
+        """Record one token (B,) and the entropy (B,), nats, that it was chosen from, in the rows that are active."""
+        active = torch.ones_like(token, dtype=torch.bool) if active is None else active
+        window, live = self.ids.shape[1], active[:, None]
+        place = (self.count % window)[:, None]
+        oldest = self.ids.gather(1, place)
+        leaves = live & (self.count >= window)[:, None]
+        self.counts.scatter_add_(1, oldest, -leaves.int())
+        self.counts.scatter_add_(1, token[:, None], live.int())
+        self.ids.scatter_(1, place, torch.where(live, token[:, None], oldest))
+        place = (self.count % self.entropies.shape[1])[:, None]
+        kept = self.entropies.gather(1, place)
+        self.entropies.scatter_(1, place, torch.where(live, entropy[:, None], kept))
+        self.count += active
+
+    def counted(self, ahead: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the window as it would be after the tokens ahead (B, n, d): (B, n, W) int32, its length (B, n)."""
+        (batch, nodes, depth), window = ahead.shape, self.ids.shape[1]
+        counts = self.counts[:, None].expand(-1, nodes, -1)
+        if depth:
+            counts = counts.clone()
+        for i in range(depth):
+            place = ((self.count + i) % window)[:, None]
+            # with a window shorter than the path, the path's own first tokens leave it
+            oldest = self.ids.gather(1, place).expand(-1, nodes) if i < window else ahead[..., i - window]
+            leaves = (self.count + i >= window)[:, None, None].expand(-1, nodes, -1)
+            counts.scatter_add_(2, oldest[..., None], -leaves.int())
+            counts.scatter_add_(2, ahead[..., i : i + 1], torch.ones_like(leaves, dtype=torch.int32))
+        return counts, (self.count + depth).clamp(max=window)[:, None].expand(batch, nodes)
 
 
-def _repeated_share(counts: Counter[int]) -> float:
-    total = counts.total()
-    return 1 - len(counts) / total if total else 0.0
+def penalize(logits: Tensor, history: TextHistory, options: GenerationConfig, ahead: Tensor) -> Tensor:
+    """Subtract strength * (frequency * count + presence) from the logits (B, n, W) of the ids of the window.
 
-
-def penalize(logits: Tensor, history: TextHistory, options: GenerationConfig, ahead: Sequence[int] = ()) -> Tensor:
-    """Subtract strength * (frequency * count + presence) from the logits (W,) of the ids of the window.
-
-    strength = 1 + repetition_gain * share of repeated tokens in the window. The window holds generated tokens only, so
-    that a prompt's own words stay free, and is bounded, so that in 131,072 tokens no common word is driven out.
+    strength = 1 + repetition_gain * share of repeated tokens in the window, as it would be after the tokens ahead
+    (B, n, d) int64. The window holds generated tokens only, so that a prompt's own words stay free, and is bounded, so
+    that in 131,072 tokens no common word is driven out.
     """
     if not options.frequency_penalty and not options.presence_penalty:
         return logits
-    counts = history.counts(ahead)
-    if not counts:
-        return logits
-    strength = 1 + options.repetition_gain * _repeated_share(counts)
-    amounts = [strength * (options.frequency_penalty * n + options.presence_penalty) for n in counts.values()]
-    ids = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
-    out = logits.clone()
-    out[ids] -= torch.tensor(amounts, dtype=torch.float64).to(logits)
-    return out
+    counts, total = history.counted(ahead)
+    found = counts > 0
+    share = torch.where(total > 0, 1 - found.sum(-1).double() / total.clamp(min=1).double(), 0.0)  # (B, n)
+    strength = 1 + options.repetition_gain * share
+    amounts = strength[..., None] * (options.frequency_penalty * counts.double() + options.presence_penalty)
+    return torch.where(found, logits - amounts.to(logits.dtype), logits)
 
 
-def dynamic_temperature(history: TextHistory, options: GenerationConfig) -> float:
-    """Return the temperature of the next choice, from the running mean entropy of the newest ones.
+def dynamic_temperature(history: TextHistory, options: GenerationConfig) -> Tensor:
+    """Return the temperature (B,) float64 of the next choice, from the running mean entropy of the newest ones.
 
     Inside [entropy_low, entropy_high] it is the configured one. Below, it rises in proportion, by temperature_range at
     entropy 0; above, it falls, by temperature_range at twice entropy_high, and never below half the configured one.
     """
-    base = options.temperature
-    if base == 0 or not history.entropies:
-        return base
-    mean = sum(history.entropies) / len(history.entropies)
-    if mean < options.entropy_low:
-        return base + options.temperature_range * (options.entropy_low - mean) / options.entropy_low
-    excess = (mean - options.entropy_high) / options.entropy_high if options.entropy_high else 0.0
-    return max(base / 2, base - options.temperature_range * min(1.0, max(0.0, excess)))
+    base, low, high = options.temperature, options.entropy_low, options.entropy_high
+    span = history.entropies.shape[1]
+    mean = _fold(history.entropies) / history.count.clamp(1, span).double()
+    raised = base + options.temperature_range * (low - mean) / (low or 1.0)
+    excess = ((mean - high) / high).clamp(0.0, 1.0) if high else torch.zeros_like(mean)
+    lowered = (base - options.temperature_range * excess).clamp(min=base / 2)
+    moved = torch.where(mean < low, raised, lowered)
+    return torch.where(history.count > 0, moved, base) if base else torch.zeros_like(mean)
+
+
+def _fold(x: Tensor) -> Tensor:
+    """Sum (B, n) over n in one fixed order, elementwise, whatever B is."""
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1]))
+    while x.shape[1] > 1:
+        left, right = x.chunk(2, 1)
+        x = left + right
+    return x[:, 0]
 
 
 # ---------------------------------------------------------------------------
@@ -170,16 +210,20 @@ def restrict(scaled: Tensor, options: GenerationConfig) -> Tensor:
         share = ordered.softmax(0)
         # a token stays while the ones before it hold less than top_p
         kept = (share.cumsum(0) - share < options.top_p).sum().clamp(min=1)
-        scaled = scaled.masked_fill(scaled < ordered[kept - 1], minus)
+        scaled = scaled.masked_fill(scaled < ordered.gather(0, kept[None] - 1), minus)
     if options.min_p > 0:
         share = scaled.softmax(0)
         scaled = scaled.masked_fill(share < options.min_p * share.max(), minus)
     return scaled
 
 
-def _entropy(logits: Tensor) -> float:
-    """Entropy in nats of softmax(logits), logits (W,): of the model's penalised prediction, at temperature 1."""
-    return torch.special.entr(logits.softmax(0)).sum().item()
+def _entropy(logits: Tensor) -> Tensor:
+    """Entropy (B,) in nats, float64, of softmax(logits (B, W)): of the model's penalised prediction, temperature 1."""
+    below = logits - logits.amax(-1, keepdim=True)
+    weight = below.exp()
+    total = _fold(weight)
+    # a forbidden id has weight 0 and no finite logit
+    return (total.log() - _fold(weight * below.masked_fill(weight == 0, 0.0)) / total).double()
 
 
 # ---------------------------------------------------------------------------
@@ -193,6 +237,7 @@ class CurvePoint(NamedTuple):
     entropy: float  # running mean, nats
     repetition: float  # share of repeated tokens in the penalty window
     accepted: float  # tokens a backbone call so far
+    seconds: float  # of decoding so far
 
 
 @dataclass
@@ -235,18 +280,78 @@ class GenerationStatistics:
 
 
 # ---------------------------------------------------------------------------
+# Requests
+
+
+class Request(NamedTuple):
+    """What a row is asked for."""
+
+    prompt: Sequence[int]
+    seed: int | None = None  # None: the options' sampling_seed
+    max_new_tokens: int | None = None  # None: the options'
+
+
+class Chunk(NamedTuple):
+    """What one step made of one request: 0 to 3 ids; done with its last one."""
+
+    index: int  # of the request, in the order given
+    ids: list[int]
+    done: bool
+    statistics: GenerationStatistics
+
+
+class _Row:
+    """The host's side of a running request."""
+
+    def __init__(self, index: int, options: GenerationConfig, figures: GenerationStatistics) -> None:
+        self.index, self.figures = index, figures
+        self.tail = b""  # newest bytes of the text, for a stop string that spans tokens
+        self._window: deque[int] = deque(maxlen=options.penalty_window)
+        self._entropies: deque[float] = deque(maxlen=options.entropy_span)
+        self.made = 0
+
+    def record(self, token: int, entropy: float, seconds: float) -> None:
+        """Take one chosen token into the figures."""
+        figures = self.figures
+        self.made += 1
+        self._window.append(token)
+        self._entropies.append(entropy)
+        figures.entropy_sum += entropy
+        if self.made % CURVE_TOKENS == 0:
+            mean = sum(self._entropies) / len(self._entropies)
+            calls = max(1, figures.backbone_calls)
+            figures.curve.append(CurvePoint(self.made, mean, self.repetition, self.made / calls, seconds))
+            figures.repetition_peak = max(figures.repetition_peak, figures.curve[-1].repetition)
+
+    def walked(self, made: int, stopped: bool, depth: int) -> None:
+        """Count one step that chose `made` tokens in a tree of this depth."""
+        self.figures.backbone_calls += 1
+        for level in range(depth):
+            # a stop ends the walk before the children are looked at
+            self.figures.drafted[level] += made > level + 1 or (made == level + 1 and not stopped)
+            self.figures.accepted[level] += made > level + 1
+
+    def finish(self, reason: str) -> None:
+        figures = self.figures
+        figures.repetition = self.repetition
+        figures.repetition_peak = max(figures.repetition_peak, figures.repetition)
+        figures.stop_reason = reason
+
+    @property
+    def repetition(self) -> float:
+        """Share of the window's tokens that repeat an earlier one of it, 0 ... 1."""
+        return 1 - len(Counter(self._window)) / len(self._window) if self._window else 0.0
+
+
+# ---------------------------------------------------------------------------
 # Engine
 
-
-class _Tree(NamedTuple):
-    """A draft tree with, per node, its children: known to the host, so that the walk needs no device."""
-
-    shape: DraftTree
-    children: list[list[int]]
+_REASONS = ("running", "eos", "stop", "length", "closed")
+_RUNNING, _EOS, _STOP, _LENGTH, _CLOSED = range(5)
 
 
 class StreamingGenerationEngine:
-    """Generate from a model, one request at a time; every buffer is allocated here and reused."""
+    """Generate from a model, `batch` requests at a time; every buffer is allocated here and reused."""
 
     def __init__(
         self,
@@ -254,6 +359,7 @@ class StreamingGenerationEngine:
         options: GenerationConfig,
         eos_id: int | None = None,
         *,
+        batch: int = 1,
         token_bytes: Callable[[int], bytes] | None = None,
         max_length: int | None = None,
     ) -> None:
@@ -267,26 +373,50 @@ class StreamingGenerationEngine:
             raise ValueError(f"eos_id must be within 0..{config.vocab_size - 1}, got {eos_id}")
         if options.stop and token_bytes is None:
             raise ValueError("a stop string must come with token_bytes, which maps an id to its bytes")
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
         if options.max_new_tokens > config.max_output_len:
             raise ValueError(
                 f"max_new_tokens must be at most max_output_len {config.max_output_len}, got {options.max_new_tokens}"
             )
-        self.model, self.options, self.eos_id = model, options, eos_id
+        self.model, self.options, self.eos_id, self.batch = model, options, eos_id, batch
         self.max_length = min(max_length or config.max_context_len, config.max_context_len)
         self.device = model.embedding.device
-        self.state = model.decode_state(cache_bits=options.cache_bits, max_length=self.max_length)
-        self.statistics = GenerationStatistics()
+        self.statistics = GenerationStatistics()  # of the request that was read last
         self.requests = self.ended = 0  # requests finished, and those that ended by themselves: eos or stop string
-        self._draft_depth = config.draft_depth if options.drafts else 0
-        self._trees = [self._build_tree(depth) for depth in range(self._draft_depth + 1)]
+        self.depth = config.draft_depth if options.drafts else 0
+        self.tree = DraftTree.from_parents([(n - 1) // 2 for n in range(2 ** (self.depth + 1) - 1)], self.device)
+        self.state = self._new_state(batch)
+        self._alone = self._new_state(1) if batch > 1 else self.state  # a prompt runs here before it joins the batch
         self._stop_bytes = (options.stop or "").encode()
         self._token_bytes = token_bytes
-        self._tail = b""  # newest bytes of the text, for a stop string that spans tokens
+        self._rows: list[_Row | None] = [None] * batch
+        self._seconds = 0.0
+
+        def numbers(*shape: int, kind: torch.dtype = torch.int64, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=kind, device=self.device)
+
+        # what a step reads and leaves, at fixed addresses
+        self.history = TextHistory(options, config.vocab_size, batch=batch, device=self.device)
+        self._root, self._limit = numbers(batch), numbers(batch)
+        self._seed = numbers(batch, value=_signed(options.sampling_seed & _WORD))
+        self._reason = numbers(batch, value=_CLOSED)
+        self._node, self._active = numbers(batch), numbers(batch, kind=torch.bool)
+        self._path = numbers(batch, self.depth + 1, kind=torch.int32)
+        # per depth an id (-1: none); per depth the bits of an entropy; the reason
+        self._report = numbers(batch, 2 * (self.depth + 1) + 1)
+        self._verified: tuple[Tensor, Tensor, Any] | None = None
+        self._record = RecordedWork(self.device.type == "cuda")
+
+    def _new_state(self, batch: int) -> Any:
+        return self.model.decode_state(batch=batch, cache_bits=self.options.cache_bits, max_length=self.max_length)
 
     @property
     def stop_rate(self) -> float:
         """Share of finished requests that ended by themselves rather than at max_new_tokens."""
         return self.ended / max(1, self.requests)
+
+    # Requests in, ids out
 
     def generate(self, prompt_ids: Sequence[int]) -> Iterator[int]:
         """Check the prompt, then stream committed ids: the end-of-text id or the stop string's last id comes last.
@@ -294,7 +424,36 @@ class StreamingGenerationEngine:
         An empty prompt starts from the end-of-text id, as training documents do. Closing the stream early keeps what
         was yielded; the next request starts from a cleared state.
         """
-        prompt = [int(token) for token in prompt_ids]
+        return self._stream(self._checked(Request(prompt_ids)))
+
+    def _stream(self, request: Request) -> Iterator[int]:
+        serving = self._serve([request])
+        try:
+            for chunk in serving:
+                figures = self.statistics = chunk.statistics
+                reason, figures.stop_reason = figures.stop_reason, "running"
+                for left, token in zip(range(len(chunk.ids) - 1, -1, -1), chunk.ids, strict=True):
+                    figures.tokens += 1
+                    figures.stop_reason = "running" if left else reason
+                    yield token
+                figures.stop_reason = reason
+        finally:
+            serving.close()
+            if self.statistics.stop_reason == "running":
+                self.statistics.stop_reason = "closed"
+
+    def serve(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+        """Stream the chunks of many requests: `batch` of them run at once, and a row that ends takes the next one.
+
+        A request's ids are those that it would have alone. Requests are read as rows become free.
+        """
+        for chunk in self._serve(map(self._checked, requests)):
+            chunk.statistics.tokens += len(chunk.ids)
+            self.statistics = chunk.statistics
+            yield chunk
+
+    def _checked(self, request: Request) -> Request:
+        prompt = [int(token) for token in request.prompt]
         if not prompt:
             if self.eos_id is None:
                 raise ValueError("an empty prompt must have an eos_id to start from, got none")
@@ -303,192 +462,257 @@ class StreamingGenerationEngine:
         for at, token in enumerate(prompt):
             if not 0 <= token < size:
                 raise ValueError(f"a prompt id must be within 0..{size - 1}, got {token} at position {at}")
-        total = len(prompt) + self.options.max_new_tokens
+        new = self.options.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        if not 0 <= new <= self.model.config.max_output_len:
+            most = self.model.config.max_output_len
+            raise ValueError(f"max_new_tokens must be within 0..{most}, got {new}")
+        total = len(prompt) + new
         if total > self.max_length:
             raise ValueError(
-                f"prompt and output must fit {self.max_length} tokens of context, "
-                f"got {len(prompt)} + {self.options.max_new_tokens} = {total}"
+                f"prompt and output must fit {self.max_length} tokens of context, got {len(prompt)} + {new} = {total}"
             )
-        return self._stream(prompt)
+        seed = self.options.sampling_seed if request.seed is None else request.seed
+        return Request(prompt, _signed(seed & _WORD), new)
 
-    def _stream(self, prompt: list[int]) -> Iterator[int]:
-        """Loop: prefill all but the last prompt token, then step from it as the first root."""
-        # 1) a cleared state and fresh figures
-        self.state.reset()
-        self._tail = b""
-        history = TextHistory(self.options)
-        figures = self.statistics = GenerationStatistics(
-            prompt_tokens=len(prompt), state_bytes=self.state.state_bytes, cache_bytes=self.state.cache_bytes
-        )
+    def _serve(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+        """Loop: free rows take requests, a step is launched, and the step before it is read."""
+        waiting, flying = enumerate(requests), deque[tuple[list[_Row | None], Callable[[], list[list[int]]]]]()
+        # a stop string is looked for on the host, before the next step may build on it
+        lag = 1 if self.device.type == "cuda" and not self._stop_bytes else 0
+        more = True
         try:
-            # 2) the prompt
-            started = time.perf_counter()
-            self._prefill(prompt[:-1])
-            figures.prefill_seconds = time.perf_counter() - started
-            if self.options.max_new_tokens == 0:
-                figures.stop_reason = "length"
-            # 3) steps; the time that the consumer takes between tokens is not counted
-            root = prompt[-1]
-            while figures.stop_reason == "running":
+            while True:
+                while more and None in self._rows:
+                    index, request = next(waiting, (0, None))
+                    more = request is not None
+                    if more:
+                        yield from self._admit(index, request)
+                if not flying and not any(self._rows):
+                    return
                 started = time.perf_counter()
-                emitted = self._step(root, len(prompt) - 1 + history.count, history)
-                root = emitted[-1]
-                figures.seconds += time.perf_counter() - started
-                reason, figures.stop_reason = figures.stop_reason, "running"
-                for left, token in zip(range(len(emitted) - 1, -1, -1), emitted, strict=True):
-                    figures.tokens += 1
-                    figures.stop_reason = "running" if left else reason
-                    yield token
+                if any(self._rows):
+                    flying.append((list(self._rows), self._launch()))
+                if len(flying) > lag or not any(self._rows):
+                    rows, wait = flying.popleft()
+                    report = wait()
+                    # the time that the consumer takes is not counted
+                    self._count_seconds(time.perf_counter() - started)
+                    yield from self._read(rows, report)
         finally:
-            # 4) what the request came to, also where it was closed
-            figures.repetition = history.repetition
-            figures.repetition_peak = max(figures.repetition_peak, figures.repetition)
-            if figures.stop_reason == "running":
-                figures.stop_reason = "closed"
-            self.requests += 1
-            self.ended += figures.stop_reason in ("eos", "stop")
+            while flying:
+                rows, wait = flying.popleft()
+                self._read(rows, wait())
+            for row, running in enumerate(self._rows):
+                if running is not None:
+                    self._release(row, "closed")
+
+    def _count_seconds(self, seconds: float) -> None:
+        for row in self._rows:
+            if row is not None:
+                row.figures.seconds += seconds
+
+    def _admit(self, index: int, request: Request) -> Iterator[Chunk]:
+        """Run a prompt but for its last token, the first root, and give it a free row."""
+        figures = GenerationStatistics(
+            prompt_tokens=len(request.prompt),
+            state_bytes=self.state.state_bytes // self.batch,
+            cache_bytes=self.state.cache_bytes // self.batch,
+        )
+        row, started = self._rows.index(None), time.perf_counter()
+        self._rows[row] = _Row(index, self.options, figures)
+        self.statistics = figures
+        self._alone.reset()
+        self._prefill(list(request.prompt[:-1]))
+        if self._alone is not self.state:
+            self.state.take(row, self._alone)
+        self.history.reset(row)
+        for mine, value in (
+            (self._root, request.prompt[-1]), (self._seed, request.seed), (self._limit, request.max_new_tokens),
+            (self._reason, _RUNNING),
+        ):  # fmt: skip
+            mine[row] = value
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # for the figure alone
+        figures.prefill_seconds = time.perf_counter() - started
+        if request.max_new_tokens == 0:
+            self._release(row, "length")
+            yield Chunk(index, [], True, figures)
 
     def _prefill(self, ids: list[int]) -> None:
         for start in range(0, len(ids), self.options.prefill_chunk):
-            self.model.prefill(self._ids(ids[start : start + self.options.prefill_chunk]), self.state)
+            part = torch.tensor([ids[start : start + self.options.prefill_chunk]], device=self.device)
+            self.model.prefill(part, self._alone)
 
-    @torch.no_grad()
-    def _step(self, root: int, position: int, history: TextHistory) -> list[int]:
-        """Draft, verify and commit from a root at `position`, the first one not in the state: return 1 to 3 new ids."""
-        left = self.options.max_new_tokens - history.count
-        tree = self._trees[min(self._draft_depth, left - 1)]
-        ids = self._draft(root, position, tree, history)
-        hidden, written = self.model.nodes(self._ids(ids), self.state, tree.shape)
-        self.statistics.backbone_calls += 1
-        path, emitted = self._walk(ids, position, tree, self.model.logits(hidden)[0], history)
-        self.model.commit(written, self.state, torch.tensor([path], dtype=torch.int32, device=self.device))
-        return emitted
+    def _launch(self) -> Callable[[], list[list[int]]]:
+        """Run one step for all rows; return what waits for its report."""
+        with torch.no_grad():
+            if self._stop_bytes:
+                self._step(self._record)
+            else:
+                self._record(("step",), partial(self._step, lambda _, body: body()))
+            if self.device.type != "cuda":
+                return self._report.tolist
+            copy = torch.empty(self._report.shape, dtype=torch.int64, pin_memory=True)
+            copy.copy_(self._report, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+
+        def wait() -> list[list[int]]:
+            done.synchronize()
+            return copy.tolist()
+
+        return wait
+
+    def _read(self, rows: list[_Row | None], report: list[list[int]]) -> list[Chunk]:
+        """Take a step's report into the figures of the rows that were running when it was launched."""
+        chunks, depths = [], self.depth + 1
+        for number, (row, line) in enumerate(zip(rows, report, strict=True)):
+            if row is None or self._rows[number] is not row:
+                continue  # it had ended before this step
+            ids = [token for token in line[:depths] if token >= 0]
+            entropies = torch.tensor(line[depths : depths + len(ids)]).view(torch.float64).tolist()
+            reason = _REASONS[line[-1]]
+            row.walked(len(ids), reason != "running", self.depth)
+            for token, entropy in zip(ids, entropies, strict=True):
+                row.record(token, entropy, row.figures.seconds)
+            if reason != "running":
+                self._release(number, reason)
+            chunks.append(Chunk(row.index, ids, reason != "running", row.figures))
+        return chunks
+
+    def _release(self, number: int, reason: str) -> None:
+        row, self._rows[number] = self._rows[number], None
+        self._reason[number] = _REASONS.index(reason)
+        row.finish(reason)
+        self.requests += 1
+        self.ended += reason in ("eos", "stop")
+
+    # One step on the device
+
+    def _step(self, run: Callable[[Hashable, Callable[[], None]], None]) -> None:
+        """Draft, verify and commit from each row's root, the first token that is not in its state.
+
+        run(key, body) runs a part, or its recording where the host looks at the text between the parts.
+        """
+        run(("verify",), self._verify)
+        for depth in range(self.depth + 1):
+            run(("choose", depth), partial(self._choose_at, depth))
+            if self._stop_bytes:
+                self._look_for_stop(depth)
+        run(("commit",), self._commit)
+
+    def _verify(self) -> None:
+        ids = self._draft(self._root, self.state.length, self.history)
+        hidden, written = self.model.nodes(ids, self.state, self.tree)
+        self._verified = ids, self.model.logits(hidden), written
+        self._node.zero_()
+        self._active.copy_(self._reason == _RUNNING)
+        self._path.fill_(-1)
+        self._report.fill_(-1)
+
+    def _choose_at(self, depth: int) -> None:
+        """Take the model's own choice at each row's node, and go on at the child that equals it.
+
+        A choice is recorded before the next node is judged, and a stop ends the walk, so that what follows a stop is
+        neither emitted nor committed.
+        """
+        ids, logits, _ = self._verified
+        active, node = self._active, self._node
+        self._path[:, depth] = torch.where(active, node, -1)
+        at = node[:, None, None].expand(-1, -1, logits.shape[2])
+        token, entropy = self._choose(logits.gather(1, at)[:, 0], self.state.length + depth + 1, self.history)
+        self.history.push(token, entropy, active)
+        self._report[:, depth] = torch.where(active, token, -1)
+        self._report[:, self.depth + 1 + depth] = entropy.view(torch.int64)
+        self._root.copy_(torch.where(active, token, self._root))
+        reason = torch.where(self.history.count >= self._limit, _LENGTH, _RUNNING)
+        if self._ends_text(self.eos_id):
+            reason = torch.where(token == self.eos_id, _EOS, reason)
+        self._reason.copy_(torch.where(active, reason, self._reason))
+        if depth < self.depth:
+            below = 2 * node[:, None] + torch.arange(1, DRAFT_WIDTH + 1, device=node.device)  # (B, 2)
+            met = ids.gather(1, below) == token[:, None]
+            self._active.copy_(active & (self._reason == _RUNNING) & met.any(1))
+            self._node.copy_(below.gather(1, met.int().argmax(1)[:, None])[:, 0])
+
+    def _look_for_stop(self, depth: int) -> None:
+        """End the rows whose token of this depth completes the stop string."""
+        stopped = [number for number, token in enumerate(self._report[:, depth].tolist())
+                   if token >= 0 and not self._is_end(token) and self._completes_stop(number, token)]  # fmt: skip
+        for number in stopped:
+            if int(self.history.count[number]) >= self.options.min_new_tokens:
+                self._reason[number] = _STOP
+                self._active[number] = False
+
+    def _commit(self) -> None:
+        self.model.commit(self._verified[2], self.state, self._path)
+        self._report[:, -1] = self._reason
 
     # Drafts
 
-    def _draft(self, root: int, position: int, tree: _Tree, history: TextHistory) -> list[int]:
-        """Fill the tree's nodes with ids, in node order: the root, then two candidates below each node, by depth.
+    def _draft(self, root: Tensor, position: Tensor, history: TextHistory) -> Tensor:
+        """Fill the tree's nodes with ids (B, N): the roots (B,), then two candidates below each node, by depth.
 
         Depth 1 reads the final hidden state of the token before the root and the root's embedding, depth 2 depth 1's
         output and the candidate's: what the draft head was trained on.
         """
-        ids, paths = [root], [[]]
-        hidden = self.state.hidden  # (1, 1, D)
-        first = 0
-        while tree.children[first]:
-            depth = len(paths[first])
-            level = range(first, len(ids))
-            embedded = self.model.embed(self._ids(ids[first:]))  # (1, n, D)
-            # one hidden state serves both depths' rows: depth 1 has one node, and depth 2's nodes share its output
-            hidden = self.model.draft.step(depth, hidden.expand(-1, len(level), -1), embedded)
-            logits = self.model.logits(hidden)[0]  # (n, W)
+        level, ids = root[:, None], [root[:, None]]
+        ahead, hidden = root.new_empty(len(root), 1, 0), self.state.hidden  # (B, n, depth), (B, n, D)
+        for depth in range(self.depth):
+            hidden = self.model.draft.step(depth, hidden, self.model.embed(level))
+            scores = self._penalized(self.model.logits(hidden), history, ahead).double()
             noise = self._noise(position + depth + 1)
-            for row, node in enumerate(level):
-                for token in self._propose(logits[row], noise, history, paths[node]):
-                    ids.append(token)
-                    paths.append([*paths[node], token])
-            first = level.stop
-        return ids
-
-    def _propose(self, logits: Tensor, noise: Tensor | None, history: TextHistory, ahead: list[int]) -> list[int]:
-        """Return the two most likely ids after the history and the drafts `ahead`, by draft logits (W,) and noise."""
-        scores = self._penalized(logits, history, ahead).double()
-        if noise is not None:
-            # the entropy along a draft path is not known yet: the temperature is the root's
-            scores = scores / dynamic_temperature(history, self.options) + noise
-        return scores.topk(DRAFT_WIDTH).indices.tolist()
+            if noise is not None:
+                # the entropy along a draft path is not known yet: the temperature is the root's
+                scores = scores / dynamic_temperature(history, self.options)[:, None, None] + noise[:, None]
+            best = scores.topk(DRAFT_WIDTH).indices  # (B, n, 2)
+            level = best.flatten(1)
+            ids.append(level)
+            ahead = torch.cat((ahead.repeat_interleave(DRAFT_WIDTH, 1), level[..., None]), 2)
+            hidden = hidden.repeat_interleave(DRAFT_WIDTH, 1)
+        return torch.cat(ids, 1)
 
     # Verification
 
-    def _walk(
-        self, ids: list[int], position: int, tree: _Tree, logits: Tensor, history: TextHistory
-    ) -> tuple[list[int], list[int]]:
-        """Follow the model's own choices down the tree: return the nodes to commit and the ids chosen at them.
-
-        logits (N, W). A choice is recorded before the next node is judged, and a stop ends the walk, so that what
-        follows a stop is neither emitted nor committed.
-        """
-        node, path, emitted = 0, [], []
-        while True:
-            path.append(node)
-            emitted.append(self._choose(logits[node], position + len(path), history))
-            if self._stopped(emitted[-1], history):
-                return path, emitted
-            children, depth = tree.children[node], len(path) - 1
-            if not children:
-                return path, emitted
-            self.statistics.drafted[depth] += 1
-            match = next((child for child in children if ids[child] == emitted[-1]), None)
-            if match is None:
-                return path, emitted
-            self.statistics.accepted[depth] += 1
-            node = match
-
-    def _choose(self, logits: Tensor, position: int, history: TextHistory) -> int:
-        """Choose the token at `position` from logits (W,), and record it."""
-        penalized = self._penalized(logits, history)
-        temperature = dynamic_temperature(history, self.options)
-        if temperature == 0:
-            token = int(penalized.argmax())
+    def _choose(self, logits: Tensor, position: Tensor, history: TextHistory) -> tuple[Tensor, Tensor]:
+        """Choose the tokens at `position` (B,) from logits (B, W): ids (B,), entropies (B,) float64."""
+        nothing = position.new_empty(len(position), 1, 0)
+        penalized = self._penalized(logits[:, None], history, nothing)[:, 0]
+        if self.options.temperature == 0:
+            token = penalized.argmax(-1)
         else:
-            scores = restrict(penalized.double() / temperature, self.options) + self._noise(position)
-            token = int(scores.argmax())
-        entropy = _entropy(penalized)
-        history.push(token, entropy)
-        figures = self.statistics
-        figures.entropy_sum += entropy
-        if history.count % CURVE_TOKENS == 0:
-            mean = sum(history.entropies) / len(history.entropies)
-            figures.curve.append(
-                CurvePoint(history.count, mean, history.repetition, history.count / max(1, figures.backbone_calls))
-            )
-            figures.repetition_peak = max(figures.repetition_peak, figures.curve[-1].repetition)
-        return token
+            scores = penalized.double() / dynamic_temperature(history, self.options)[:, None]
+            if self.options.top_k or self.options.top_p < 1 or self.options.min_p:
+                scores = torch.stack([restrict(row, self.options) for row in scores])
+            token = (scores + self._noise(position)).argmax(-1)
+        return token, _entropy(penalized)
 
-    def _penalized(self, logits: Tensor, history: TextHistory, ahead: Sequence[int] = ()) -> Tensor:
-        """Apply penalties, and forbid the end of text before min_new_tokens."""
+    def _penalized(self, logits: Tensor, history: TextHistory, ahead: Tensor) -> Tensor:
+        """Apply penalties to logits (B, n, W), and forbid the end of text before min_new_tokens."""
         logits = penalize(logits, history, self.options, ahead)
-        if self._ends_text(self.eos_id) and history.count + len(ahead) < self.options.min_new_tokens:
+        if self._ends_text(self.eos_id) and self.options.min_new_tokens:
+            early = history.count + ahead.shape[2] < self.options.min_new_tokens
             logits = logits.clone()
-            logits[self.eos_id] = float("-inf")
+            end = logits[..., self.eos_id]
+            end.copy_(end.masked_fill(early[:, None], float("-inf")))
         return logits
 
-    def _ends_text(self, token: int | None) -> bool:
-        return token is not None and token == self.eos_id and not self.options.ignore_eos
-
-    def _stopped(self, token: int, history: TextHistory) -> bool:
-        """Say whether the text ends with this token, just recorded, and why."""
-        reason = None
-        if self._ends_text(token):
-            reason = "eos"
-        elif self._stop_bytes and self._completes_stop(token) and history.count >= self.options.min_new_tokens:
-            reason = "stop"
-        elif history.count >= self.options.max_new_tokens:
-            reason = "length"
-        if reason:
-            self.statistics.stop_reason = reason
-        return reason is not None
-
-    def _completes_stop(self, token: int) -> bool:
-        text = self._tail + self._token_bytes(token)
-        self._tail = text[len(text) - len(self._stop_bytes) + 1 :] if len(text) >= len(self._stop_bytes) else text
-        return self._stop_bytes in text
+    def _noise(self, position: Tensor) -> Tensor | None:
+        """Return the noise (B, W) of each row at its position (B,); None at temperature 0."""
+        if self.options.temperature == 0:
+            return None
+        return gumbel_noise(self._seed, position, self.model.config.vocab_size)
 
     # Small parts
 
-    def _noise(self, position: int) -> Tensor | None:
-        if self.options.temperature == 0:
-            return None
-        return gumbel_noise(self.options.sampling_seed, position, self.model.config.vocab_size, self.device)
+    def _ends_text(self, token: int | None) -> bool:
+        return token is not None and not self.options.ignore_eos
 
-    def _ids(self, ids: list[int]) -> Tensor:
-        return torch.tensor([ids], dtype=torch.int64, device=self.device)  # (1, N)
+    def _is_end(self, token: int) -> bool:
+        return self._ends_text(self.eos_id) and token == self.eos_id
 
-    def _build_tree(self, depth: int) -> _Tree:
-        parents, level = [-1], [0]
-        for _ in range(depth):
-            start = len(parents)
-            parents += [node for node in level for _ in range(DRAFT_WIDTH)]
-            level = list(range(start, len(parents)))
-        children = [[n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))]
-        return _Tree(DraftTree.from_parents(parents, self.device), children)
+    def _completes_stop(self, number: int, token: int) -> bool:
+        row, size = self._rows[number], len(self._stop_bytes)
+        text = row.tail + self._token_bytes(token)
+        row.tail = text[len(text) - size + 1 :] if len(text) >= size else text
+        return self._stop_bytes in text

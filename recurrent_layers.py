@@ -61,6 +61,11 @@ class MemoryState(NamedTuple):
         for mine, theirs in zip(self, other, strict=True):
             mine.copy_(theirs)
 
+    def take(self, row: int, other: "MemoryState") -> None:
+        """Make one sequence a copy of another memory's only one."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine[row] = theirs[0]
+
     def reset(self) -> None:
         """Forget the sequence: a tail of zeros reads like the start of a document."""
         for x in self:

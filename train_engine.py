@@ -30,7 +30,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -57,7 +57,7 @@ from dataset_pipeline import (
     validation_batches,
     xz_bits_per_byte,
 )
-from hybrid_model import HybridLanguageModel, LayerCarry
+from hybrid_model import HybridLanguageModel, LayerCarry, RecordedWork
 from model_config import PRESETS, Config, PrecisionConfig, TrainConfig, config_from_dict, preset
 from scheduler import TerminalShrinkageAverager, WarmupStableDecayScheduler
 from spectral_optimizer import DualSpectralOptimizer, StepReport
@@ -68,7 +68,6 @@ __all__ = [
     "DeviceFacts",
     "Evaluation",
     "Plan",
-    "RecordedWork",
     "TrainResult",
     "TrainState",
     "TrainingEngine",
@@ -1218,53 +1217,6 @@ class TrainResult(NamedTuple):
     exit_code: int
     step: int
     weights: Path | None
-
-
-class RecordedWork:
-    """Runs device work that is the same at every call of its key: eagerly once, then recorded as a graph and replayed.
-
-    A step of a small model is some thousand launches, which take the host longer than they take the device (35 M
-    parameters on one H200: 167 k tokens/s launched one by one, 411 k replayed). The first call compiles kernels and
-    sets libraries up, which no recording may hold; recording itself runs nothing. The graphs share one pool of memory,
-    as they never run at once: what a call returns is valid until the next call of any key. Work of a new key drops all
-    graphs, and they are recorded anew: its first run would need its memory beside theirs.
-    """
-
-    def __init__(self, active: bool) -> None:
-        self.active = active
-        self._ran: set[Hashable] = set()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if active else None
-
-    def __call__(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        if not self.active:
-            return body()
-        if key not in self._ran:
-            self.release()
-            self._ran.add(key)
-            return body()
-        if key not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: the thread that prepares the next batch allocates pinned memory meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = body()
-            self._graphs[key] = graph, result
-        graph, result = self._graphs[key]
-        graph.replay()
-        return result
-
-    def release(self) -> None:
-        """Forget the graphs: what runs outside them would need its memory beside theirs, twice the activations."""
-        if self._graphs:
-            torch.cuda.synchronize()
-            self._graphs.clear()
-            torch.cuda.empty_cache()
-            # a result that is still held keeps its part of the old pool, which no later graph may join
-            self._pool = torch.cuda.graph_pool_handle()
-
-    def holds(self, kind: str) -> bool:
-        """Say whether work of this kind, the first part of its key, is recorded."""
-        return any(key[0] == kind for key in self._graphs)
 
 
 class TrainingEngine:

@@ -154,9 +154,9 @@ def linear_check(device, dtype, rows, n_in, n_out):
 
 
 @pytest.mark.parametrize("device, dtype", DENSE_CASES)
-# 1..16 rows are the skinny kernel (1,100 inputs: four splits with a ragged last one), 17 and more the large one
+# 1..128 rows are the skinny kernel (1,100 inputs: four splits with a ragged last one), 129 and more the large one
 @pytest.mark.parametrize("rows, n_in, n_out", [(1, 1, 1), (2, 7, 5), (7, 1100, 63), (16, 129, 257), (17, 65, 64),
-                                               (65, 127, 129)])  # fmt: skip
+                                               (65, 127, 129), (129, 65, 33)])  # fmt: skip
 def test_linear_product_parity(device, dtype, rows, n_in, n_out):
     linear_check(device, dtype, rows, n_in, n_out)
 
@@ -168,20 +168,14 @@ def test_linear_product_finite_differences_and_leading_shape():
     dense_finite_difference(linear_product, [x, weight])
 
 
-@pytest.mark.parametrize(
-    "device, dtype, most",
-    [
-        pytest.param("cpu", torch.float32, 8, id="cpu-f32"),
-        pytest.param("cuda", torch.float32, 16, id="cuda-f32", marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.bfloat16, 16, id="cuda-bf16", marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("device, dtype", DENSE_CASES)
 @pytest.mark.parametrize("n_in, n_out", [(1, 1), (7, 5), (9, 2), (257, 11), (512, 1001), (1100, 64), (3584, 96)])
-def test_r17_linear_product_row_does_not_depend_on_the_other_rows(device, dtype, most, n_in, n_out):
+def test_r17_linear_product_row_does_not_depend_on_the_other_rows(device, dtype, n_in, n_out):
+    most = custom_kernels._SKINNY_MOST
     x = dense_random(most, n_in, seed=8, device=device, dtype=dtype)
     weight = dense_random(n_out, n_in, seed=9, device=device, dtype=dtype)
     single = torch.cat([linear_product(x[r : r + 1], weight) for r in range(most)])
-    for rows in range(1, most + 1):
+    for rows in (*range(1, 18), 33, 112, most):
         assert torch.equal(linear_product(x[:rows], weight), single[:rows]), f"{rows} rows"
     loud = x.clone()
     loud[1:] = 1e4 * loud[1:].flip(0)
@@ -801,8 +795,8 @@ def _dense_cases() -> list:
             types = _dense_types(dict(p_x=pointer, p_w=pointer, p_out=out), names, div="N K s_xr s_wn KS", tag=dt)
             constants = dict(s_xk=1, s_wk=1, BR=16, BN=64, BK=128 if dt == "bf16" else 64)
             cases.append(("_skinny_product_kernel", types, constants, small))
-        types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "N", div="N", tag=dt)
-        cases.append(("_skinny_sum_kernel", types, dict(BR=16, SPLITS=8, BN=1024), dict(num_warps=4)))
+        types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "R N", div="N", tag=dt)
+        cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
         for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):
             constants, options_n = dict(BR=BR, BD=BD), dict(num_warps=warps)
             tag = f"{dt} {width}"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import train_engine
 from dataset_pipeline import StepPlan, TokenFile, open_tokens, prepare, write_tokens
-from generation_engine import StreamingGenerationEngine, TextHistory, gumbel_noise
+from generation_engine import StreamingGenerationEngine, gumbel_noise
 from hybrid_model import HybridLanguageModel
 from model_config import GenerationConfig, TrainConfig, preset
 from train_engine import TrainingEngine, read_run_config, save_weights
@@ -131,13 +131,12 @@ def test_each_root_of_a_foreign_text_is_judged_as_the_engine_would_there(model, 
         chunk=10,
     )  # fmt: skip
     engine = StreamingGenerationEngine(model, _options(temperature))
-    tree = engine._build_tree(2)
 
     def choice(position: int) -> int:
         """What generation emits at a position of the text."""
         engine.state.reset()
         hidden = model.prefill(torch.tensor([ids[:position]]), engine.state)
-        return engine._choose(model.logits(hidden[:, -1:])[0, 0], position, TextHistory(engine.options))
+        return int(engine._choose(model.logits(hidden[:, -1:])[0], torch.tensor([position]), engine.history)[0])
 
     seen = set()
     for at in range(count):
@@ -145,7 +144,7 @@ def test_each_root_of_a_foreign_text_is_judged_as_the_engine_would_there(model, 
         engine.state.reset()
         model.prefill(torch.tensor([ids[:root]]), engine.state)
         with torch.no_grad():
-            nodes = engine._draft(ids[root], root, tree, TextHistory(engine.options))
+            nodes = engine._draft(torch.tensor([ids[root]]), engine.state.length, engine.history)[0].tolist()
         chosen = choice(root + 1)
         assert met.hit[1, at] == (chosen == ids[root + 1])
         assert met.one[1, at].tolist() == [chosen == nodes[1], chosen in nodes[1:3]]

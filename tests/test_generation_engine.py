@@ -1,5 +1,6 @@
 """generation_engine.py: drafts never change the text or the stored tensors, stops end it where plain decoding ends."""
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_layers import ROTARY_POSITIONS
 from custom_kernels import Projection
 from generation_engine import (
+    Request,
     StreamingGenerationEngine,
     TextHistory,
     dynamic_temperature,
@@ -83,32 +86,64 @@ def test_noise_is_gumbel_and_depends_on_seed_position_and_index_only():
     assert _p_value(hits.tolist(), (z.softmax(0) * 4000).tolist()) > 1e-3
 
 
+NOTHING = torch.empty(1, 1, 0, dtype=torch.int64)  # no token ahead
+
+
+def _told(options: GenerationConfig, size: int, *told: tuple[int, float]) -> TextHistory:
+    """The history of one row that has recorded these (token, entropy)."""
+    history = TextHistory(options, size)
+    for token, entropy in told:
+        history.push(torch.tensor([token]), torch.tensor([entropy], dtype=torch.float64))
+    return history
+
+
 def test_penalties_count_the_bounded_window_of_the_own_path():
     options = replace(PLAIN, frequency_penalty=0.5, presence_penalty=0.25, penalty_window=4, repetition_gain=2.0)
-    history = TextHistory(options)
-    logits = torch.zeros(6)
-    assert torch.equal(penalize(logits, history, options), logits)
-    for token in (5, 1, 1, 2):
-        history.push(token, 0.0)
+    logits = torch.zeros(1, 1, 6)
+    assert torch.equal(penalize(logits, TextHistory(options, 6), options, NOTHING), logits)
+    history = _told(options, 6, (5, 0.0), (1, 0.0), (1, 0.0), (2, 0.0))
     # window 5 1 1 2: one of four repeats, strength 1 + 2 / 4
     want = torch.tensor([0, 1.25, 0.75, 0, 0, 0.75]) * -1.5
-    assert torch.allclose(penalize(logits, history, options), want)
-    # window 1 1 2 1 with one draft ahead: two of four repeat, strength 2
+    assert torch.allclose(penalize(logits, history, options, NOTHING), want)
+    # window 1 1 2 1 with one draft ahead: two of four repeat, strength 2; 1 2 1 3 with two: one of four
     want = torch.tensor([0, 1.75, 0.75, 0, 0, 0]) * -2.0
-    assert torch.allclose(penalize(logits, history, options, [1]), want)
-    history.push(1, 0.0)
-    assert torch.allclose(penalize(logits, history, options), want) and history.repetition == 0.5
+    further = torch.tensor([0, 1.25, 0.75, 0.75, 0, 0]) * -1.5
+    assert torch.allclose(penalize(logits, history, options, torch.tensor([[[1]]])), want)
+    both = penalize(logits.expand(-1, 2, -1), history, options, torch.tensor([[[1, 3], [1, 1]]]))
+    assert torch.allclose(both[0, 0], further) and not torch.allclose(both[0, 1], further)
+    history.push(torch.tensor([1]), torch.zeros(1, dtype=torch.float64))
+    assert torch.allclose(penalize(logits, history, options, NOTHING), want)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_counts_ahead_are_those_after_the_same_tokens(window: int):
+    """Rows of different lengths, windows shorter and longer than a path, rows that are not active."""
+    options, size = replace(PLAIN, penalty_window=window), 5
+    history, texts = TextHistory(options, size, batch=3), [[], [], []]
+    for step in range(12):
+        active = torch.tensor([True, step % 2 == 0, step < 4])
+        token = torch.randint(0, size, (3,))
+        ahead = torch.randint(0, size, (3, 2, 2))
+        for depth in range(3):
+            counts, total = history.counted(ahead[..., :depth])
+            for row, node in itertools.product(range(3), range(2)):
+                kept = [*texts[row], *ahead[row, node, :depth].tolist()][-window:]
+                assert counts[row, node].tolist() == [kept.count(i) for i in range(size)]
+                assert total[row, node] == len(kept)
+        history.push(token, torch.zeros(3, dtype=torch.float64), active)
+        for row in range(3):
+            texts[row] += [int(token[row])] if active[row] else []
+    assert history.count.tolist() == [12, 6, 4]
+    history.reset(1)
+    assert history.count.tolist() == [12, 0, 4] and not history.counts[1].any()
 
 
 def test_temperature_moves_within_its_range_only_outside_the_band():
     options = replace(PLAIN, temperature=0.8, entropy_low=1.0, entropy_high=3.0, temperature_range=0.3, entropy_span=2)
     for entropies, want in [((), 0.8), ((2.0,), 0.8), ((0.0,), 1.1), ((0.5,), 0.95), ((4.5,), 0.65), ((9.0,), 0.5),
                             ((99.0, 0.0, 1.0), 0.95)]:  # fmt: skip
-        history = TextHistory(options)
-        for entropy in entropies:
-            history.push(0, entropy)
-        assert dynamic_temperature(history, options) == pytest.approx(want), entropies
-    history.push(0, 0.0)
+        history = _told(options, 4, *((0, entropy) for entropy in entropies))
+        assert dynamic_temperature(history, options).tolist() == pytest.approx([want]), entropies
     assert dynamic_temperature(history, replace(options, temperature=0.0)) == 0.0
     assert dynamic_temperature(history, replace(options, temperature=0.1, entropy_low=0.0, entropy_high=0.0)) >= 0.05
 
@@ -241,10 +276,13 @@ def _scripted(engine: StreamingGenerationEngine, text: list[int], pattern: Patte
         wrong = [(right + 1) % size, (right + 2) % size]
         return wrong if which is None else [right, wrong[0]] if which == 0 else [wrong[0], right]
 
-    def draft(root, position, tree, history):
+    def draft(root, position, history):
         one, two = pattern(next(steps))
-        rights = [*text[history.count : history.count + 2], 0, 0]
-        return [root, *pair(one, rights[0]), *pair(two, rights[1]), *pair(two, rights[1])][: len(tree.children)]
+        count = int(history.count[0])
+        rights = [*text[count : count + 2], 0, 0]
+        return torch.tensor(
+            [[int(root[0]), *pair(one, rights[0]), *pair(two, rights[1]), *pair(two, rights[1])]], device=engine.device
+        )
 
     engine._draft = draft
     return engine
@@ -319,7 +357,7 @@ def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridL
     # a bonus in place of a penalty, large enough to decide: the draft at depth 1 must count at depth 2
     engine = StreamingGenerationEngine(model, replace(GREEDY, drafts=True, frequency_penalty=-99.0))
     model.prefill(ids[:, :-1], engine.state)
-    proposed = engine._draft(PROMPT[-1], len(PROMPT) - 1, engine._trees[2], TextHistory(engine.options))
+    proposed = engine._draft(ids[0, -1:], engine.state.length, engine.history)[0].tolist()
     with torch.no_grad():
         hidden = model(ids).hidden
         for first in proposed[1:3]:
@@ -329,8 +367,8 @@ def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridL
             one, two = (h[0, -2] @ model.embedding.T for h in model.draft_hidden(hidden, next_ids))
             assert proposed[1:3] == one.topk(2).indices.tolist()
             leaves = proposed[3:5] if first == proposed[1] else proposed[5:7]
-            penalised = penalize(two * 0.25, TextHistory(engine.options), engine.options, [first])
-            assert leaves == penalised.topk(2).indices.tolist()
+            penalised = penalize(two[None, None] * 0.25, engine.history, engine.options, torch.tensor([[[first]]]))
+            assert leaves == penalised[0, 0].topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize("one", [0, 1, None])
@@ -442,15 +480,14 @@ def test_b122_a_request_sees_nothing_of_the_one_before(model: HybridLanguageMode
 
 def test_closing_the_stream_keeps_what_was_made(model: HybridLanguageModel):
     options = replace(GREEDY, max_new_tokens=40)
-    engine, text = _plain(model, options)
-    _scripted(engine, text, lambda step: (0, 0))
-    engine._draft_depth, engine._trees = 2, [engine._build_tree(depth) for depth in range(3)]
+    _, text = _plain(model, options)
+    engine = _scripted(StreamingGenerationEngine(model, replace(options, drafts=True)), text, lambda step: (0, 0))
     stream = engine.generate(PROMPT)
     assert [next(stream) for _ in range(4)] == text[:4]
     stream.close()
     assert (engine.statistics.tokens, engine.statistics.stop_reason) == (4, "closed")
     assert int(engine.state.length[0]) == len(PROMPT) - 1 + 6, "whole steps are committed"
-    assert _run(engine) == text and engine.requests == 3
+    assert _run(engine) == text and engine.requests == 2
 
 
 def test_figures_of_a_long_text(any_model: HybridLanguageModel, monkeypatch: pytest.MonkeyPatch):
@@ -469,13 +506,6 @@ def test_edges_of_a_request(model: HybridLanguageModel):
     engine = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=5, drafts=True), eos_id=3)
     assert _run(engine, []) == _run(engine, [3]), "an empty prompt starts as a document does"
     assert len(_run(engine, [1])) == 5
-    trees, draft = [], engine._draft
-    engine._draft = lambda root, position, tree, history: trees.append((position, len(tree.children))) or draft(
-        root, position, tree, history
-    )
-    _run(engine, [1, 2])
-    depth = {1: 0, 3: 1, 7: 2}
-    assert max(position + depth[nodes] for position, nodes in trees) <= 2 + 5 - 2, "no node past the last position run"
     nothing = StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=0))
     assert _run(nothing) == [] and nothing.statistics.stop_reason == "length"
 
@@ -518,14 +548,17 @@ class TableModel:
         self.embedding = torch.zeros(1)
         self.draft = SimpleNamespace(step=lambda depth, hidden, embedded: embedded + size)
 
-    def decode_state(self, **_) -> SimpleNamespace:
-        return SimpleNamespace(reset=lambda: None, state_bytes=0, cache_bytes=0, hidden=torch.zeros(1, 1, 1))
+    def decode_state(self, *, batch: int, **_) -> SimpleNamespace:
+        state = SimpleNamespace(state_bytes=0, cache_bytes=0, hidden=torch.zeros(batch, 1, 1))
+        state.length = torch.zeros(batch, dtype=torch.int64)
+        state.reset = state.length.zero_
+        return state
 
     def embed(self, ids: Tensor) -> Tensor:
         return ids[..., None]
 
     def prefill(self, ids: Tensor, state) -> None:
-        pass
+        state.length += ids.shape[1]
 
     def nodes(self, ids: Tensor, state, tree) -> tuple[Tensor, None]:
         return ids[..., None], None
@@ -534,7 +567,7 @@ class TableModel:
         return self.rows[hidden[..., 0].long()]
 
     def commit(self, written, state, path) -> None:
-        pass
+        state.length += (path >= 0).sum(1)
 
 
 LAW = replace(
@@ -543,7 +576,7 @@ LAW = replace(
 )  # fmt: skip
 
 
-def _exact_law(table: Tensor, first: int) -> dict[tuple[int, ...], float]:
+def _exact_law(table: Tensor, first: int, top_p: float) -> dict[tuple[int, ...], float]:
     """Probability of each three-token text: the options of LAW written out plainly, in float64."""
     law = {}
     for text in itertools.product(range(len(table)), repeat=3):
@@ -563,7 +596,7 @@ def _exact_law(table: Tensor, first: int) -> dict[tuple[int, ...], float]:
             weights = [math.exp(x / temperature) for x in z]
             kept, held = set(), 0.0
             for i in sorted(range(len(z)), key=lambda i: -z[i]):
-                if held >= 0.9 * sum(weights):
+                if held >= top_p * sum(weights):
                     break
                 kept.add(i)
                 held += weights[i]
@@ -586,19 +619,27 @@ def _p_value(seen: list[float], expected: list[float]) -> float:
     return torch.special.gammaincc(half[0], half[1]).item()
 
 
-def _draws(count: int, spoil: Callable[[StreamingGenerationEngine], None] | None = None) -> tuple[float, int]:
-    """Chi-square p-value of `count` texts against the exact law, and how many drafts were accepted."""
+def _draws(
+    count: int, spoil: Callable[[StreamingGenerationEngine], None] | None = None, options: GenerationConfig = LAW
+) -> tuple[float, int]:
+    """Chi-square p-value of `count` texts, one a row with its own seed, against the exact law; drafts accepted."""
     table = TableModel(5)
-    engine = StreamingGenerationEngine(table, LAW)
+    engine = StreamingGenerationEngine(table, options, batch=count)
     if spoil:
         spoil(engine)
-    seen: Counter[tuple[int, ...]] = Counter()
-    accepted = 0
-    for seed in range(count):
-        engine.options = replace(LAW, sampling_seed=seed)
-        seen[tuple(engine.generate([0, 1]))] += 1
-        accepted += sum(engine.statistics.accepted)
-    law = _exact_law(table.table, 1)
+    # as if each row had been given the prompt [0, 1]
+    engine._seed.copy_(torch.arange(count))
+    engine.state.length.fill_(1)
+    for x, value in ((engine._root, 1), (engine._limit, 3), (engine._reason, 0)):
+        x.fill_(value)
+    texts, accepted = [[] for _ in range(count)], 0
+    while bool((engine._reason == 0).any()):
+        for text, line in zip(texts, engine._launch()(), strict=True):
+            new = [token for token in line[:3] if token >= 0]
+            text += new
+            accepted += max(0, len(new) - 1)
+    seen = Counter(map(tuple, texts))
+    law = _exact_law(table.table, 1, options.top_p)
     return _p_value([seen[text] for text in law], [count * chance for chance in law.values()]), accepted
 
 
@@ -608,29 +649,31 @@ def test_the_text_follows_the_exact_law():
     assert p > 1e-3, f"chi-square p = {p:.1e}"
 
 
+def test_four_hundred_thousand_texts_follow_the_exact_law():
+    p, accepted = _draws(400_000, options=replace(LAW, top_p=1.0))
+    assert accepted > 240_000 and p > 1e-3, f"chi-square p = {p:.1e}, {accepted} accepted"
+
+
 def _freeze_penalties(engine: StreamingGenerationEngine) -> None:
-    step, penalized = engine._step, engine._penalized
+    # penalties as they were when the step began
+    verify, penalized = engine._verify, engine._penalized
 
-    def stepping(root, position, history):
-        engine._frozen = TextHistory(engine.options)
-        for token in history.window:
-            engine._frozen.push(token, 0.0)
-        return step(root, position, history)
+    def verifying():
+        engine._frozen = copy.deepcopy(engine.history)
+        verify()
 
-    engine._step = stepping
-    engine._penalized = lambda logits, history, ahead=(): penalized(logits, engine._frozen, ahead)
+    engine._verify = verifying
+    engine._penalized = lambda logits, history, ahead: penalized(logits, engine._frozen, ahead)
 
 
 def _freeze_temperature(engine: StreamingGenerationEngine) -> None:
+    # the next choice does not see the entropies of those before
     choose = engine._choose
 
     def frozen(logits, position, history):
-        entropies, history.entropies = history.entropies, history.entropies.copy()
-        history.entropies.clear()
-        token = choose(logits, position, history)
-        entropies.append(history.entropies[-1])
-        history.entropies = entropies
-        return token
+        blind = copy.copy(history)
+        blind.entropies = torch.full_like(history.entropies, LAW.entropy_low)
+        return choose(logits, position, blind)
 
     engine._choose = frozen
 
@@ -639,13 +682,13 @@ def _emit_any_candidate(engine: StreamingGenerationEngine) -> None:
     # accepts the drafter's first candidate in place of the model's own choice
     choose, draft = engine._choose, engine._draft
 
-    def drafting(root, position, tree, history):
-        engine._ids_of_step = draft(root, position, tree, history)
+    def drafting(root, position, history):
+        engine._ids_of_step = draft(root, position, history)
         return engine._ids_of_step
 
     def choosing(logits, position, history):
-        token = choose(logits, position, history)
-        return engine._ids_of_step[1] if len(engine._ids_of_step) > 1 and history.count == 1 else token
+        token, entropy = choose(logits, position, history)
+        return torch.where(history.count == 1, engine._ids_of_step[:, 1], token), entropy
 
     engine._draft, engine._choose = drafting, choosing
 
@@ -653,13 +696,99 @@ def _emit_any_candidate(engine: StreamingGenerationEngine) -> None:
 def _shift_noise(engine: StreamingGenerationEngine) -> None:
     # one noise for every position: drafts and model still agree, but positions are no longer independent
     noise = engine._noise
-    engine._noise = lambda position: noise(0)
+    engine._noise = lambda position: noise(torch.zeros_like(position))
 
 
 @pytest.mark.parametrize("spoil", [_freeze_penalties, _freeze_temperature, _emit_any_candidate, _shift_noise])
 def test_controls_that_must_fail_do(spoil: Callable[[StreamingGenerationEngine], None]):
     p, _ = _draws(1200, spoil)
     assert p < 1e-6, f"{spoil.__name__} went unseen: p = {p:.1e}"
+
+
+# ---------------------------------------------------------------------------
+# Batches
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("more", [{}, {"drafts": False}, {"temperature": 0.0}], ids=["drafts", "plain", "greedy"])
+def test_a_request_has_the_ids_in_a_batch_that_it_has_alone(any_model: HybridLanguageModel, batch: int, more: dict):
+    batch_changes_nothing(any_model, replace(SAMPLED, **({"max_new_tokens": 40, "drafts": True} | more)), batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_request_has_the_ids_in_a_batch_that_it_has_alone_on_the_gpu(precision: str):
+    batch_changes_nothing(make_model(0, "cuda", precision), replace(SAMPLED, max_new_tokens=100, drafts=True), 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stop", [None, "zz"], ids=["one graph", "a graph a part"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_steps_are_the_launched_ones_bit_for_bit(precision: str, stop: str | None):
+    model = make_model(0, "cuda", precision)
+    options = replace(SAMPLED, max_new_tokens=300, drafts=True, stop=stop)
+    engines = [StreamingGenerationEngine(model, options, token_bytes=lambda token: bytes([97 + token])) for _ in "ab"]
+    engines[0]._record.active = False
+    texts = [_run(engine) for engine in engines]
+    assert texts[0] == texts[1] and len(engines[1]._record._graphs) == (1 if stop is None else 5)
+    _same(*engines)
+
+
+def batch_changes_nothing(model: HybridLanguageModel, options: GenerationConfig, batch: int) -> None:
+    """Compare five requests of different prompts, lengths and seeds, alone and by continuous batching."""
+    requests = [Request(PROMPT, 1), Request([1, 2, 3], 2, 17), Request(PROMPT[:70], 3), Request([5], 4, 31),
+                Request(list(range(20)) * 9, 5, 0)]  # fmt: skip
+    alone, figures = StreamingGenerationEngine(model, options), []
+    texts = []
+    for request in requests:
+        texts.append([token for chunk in alone.serve([request]) for token in chunk.ids])
+        figures.append(alone.statistics)
+    engine = StreamingGenerationEngine(model, options, batch=batch)
+    got, done = [[] for _ in requests], {}
+    for chunk in engine.serve(requests):
+        assert chunk.index not in done, "a request that is done makes nothing more"
+        got[chunk.index] += chunk.ids
+        if chunk.done:
+            done[chunk.index] = chunk.statistics
+    assert got == texts and [len(text) for text in got] == [options.max_new_tokens, 17, options.max_new_tokens, 31, 0]
+    for index, one in enumerate(figures):
+        for figure in ("tokens", "entropy_sum", "repetition", "drafted", "accepted", "backbone_calls", "stop_reason"):
+            assert getattr(done[index], figure) == getattr(one, figure), (index, figure)
+    assert engine.requests == 5 and engine._rows == [None] * batch
+
+
+def test_a_row_of_a_batch_is_a_copy_of_a_state(any_model: HybridLanguageModel):
+    one, many = any_model.decode_state(cache_bits=8), any_model.decode_state(batch=3, cache_bits=8)
+    for row, count in ((0, 20), (2, 90), (1, 300)):
+        one.reset()
+        any_model.prefill(torch.tensor([(PROMPT * 4)[:count]]), one)
+        many.take(row, one)
+        token = torch.tensor([[7]])
+        alone = any_model.nodes(token, one, ROOT)[0]
+        assert torch.equal(any_model.nodes(token.expand(3, -1), many, ROOT)[0][row : row + 1], alone)
+    assert many.length.tolist() == [20, 300, 90]
+
+
+def test_an_empty_path_changes_nothing(any_model: HybridLanguageModel):
+    state = any_model.decode_state(cache_bits=8)
+    any_model.prefill(torch.tensor([PROMPT]), state)
+    kept = {name: value.clone() for name, value in state.tensors().items()}
+    _, written = any_model.nodes(torch.tensor([[1, 2, 3]]), state, DraftTree.from_parents([-1, 0, 0]))
+    any_model.commit(written, state, torch.full((1, 2), -1, dtype=torch.int32))
+    for name, value in state.tensors().items():
+        if "codes" in name or "scale" in name:  # page 0 belongs to nobody
+            value, kept[name] = value[1:], kept[name][1:]
+        assert torch.equal(value, kept[name]), name
+
+
+def test_drafts_past_the_last_position_are_harmless():
+    model = make_model(max_context_len=ROTARY_POSITIONS)
+    engine = StreamingGenerationEngine(model, replace(SAMPLED, max_new_tokens=1, drafts=True))
+    state = engine.state
+    model.prefill(torch.tensor([PROMPT]), state)
+    state.length.fill_(ROTARY_POSITIONS - 1)
+    hidden, _ = model.nodes(torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), state, engine.tree)
+    assert hidden.isfinite().all()
 
 
 def test_packed_weights_are_one_function_in_prefill_and_decoding():

@@ -520,7 +520,7 @@ def test_generate_reads_argument_file_and_standard_input_alike(call, world, tmp_
 def test_a_prompt_opens_with_the_id_that_opened_every_training_document(call, world, monkeypatch):
     seen, engine = [], main.StreamingGenerationEngine
     stream = engine._stream
-    monkeypatch.setattr(engine, "_stream", lambda self, prompt: seen.append(prompt) or stream(self, prompt))
+    monkeypatch.setattr(engine, "_stream", lambda self, asked: seen.append(asked.prompt) or stream(self, asked))
     tokenizer = (world.data.parent / "tokenizer.json").read_text()
     first = int(open_tokens(world.data).ids[0])
     assert call(*_generate(world, "--prompt", "the mill")).code == 0

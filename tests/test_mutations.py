@@ -270,10 +270,9 @@ MUTANTS = [
     mutant(REJECTED, "cache rows", "cpu", KERNELS, "cache_append",
            ("end = start + (T if count is None else count[:, None].long())", "end = start + T")),
     mutant(REJECTED, "walk of the engine", "cpu", GENERATION, "drafts",
-           ("            if match is None:\n                return path, emitted",
-            "            if match is None:\n                return [*path, children[0]], emitted")),
+           (" & met.any(1))", ")")),
     mutant(REJECTED, "hidden state of the model", "cpu", MODEL, "node_commit",
-           ("last = path.gather(1, accepted[:, None] - 1)", "last = path[:, -1:].clamp(min=0)")),
+           ("last = path.gather(1, accepted[:, None].sub(1).clamp(min=0))", "last = path[:, -1:]")),
     mutant(REJECTED, "inputs of the convolution", "cpu", RECURRENT, "node_commit",
            ("accepted = (path >= 0).sum(1)[:, None]", "accepted = (path >= -1).sum(1)[:, None]")),
 

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_engine
 from dataset_pipeline import PackedSequenceDataLoader, open_tokens, write_tokens
+from hybrid_model import RecordedWork
 from model_config import PRESETS, Config, CurriculumConfig, ModelConfig, PrecisionConfig, TrainConfig, preset
 from train_engine import (
     CHIPS,
@@ -225,7 +226,7 @@ def test_recorded_steps_are_the_launched_ones_bit_for_bit(
         config = replace(config, model=wide)
     config = replace(config, precision=PrecisionConfig(precision=precision))
     launched, recorded = gpu_engine(config, tokens), gpu_engine(config, tokens)
-    launched._recorded = train_engine.RecordedWork(False)
+    launched._recorded = RecordedWork(False)
     losses = []
     for step in range(12):
         for engine in (launched, recorded):

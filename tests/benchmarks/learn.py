@@ -34,9 +34,9 @@ import learning  # noqa: E402
 from learning import Corpus, Run  # noqa: E402
 
 from dataset_pipeline import Batch  # noqa: E402
+from hybrid_model import RecordedWork  # noqa: E402
 from model_config import Config  # noqa: E402
 from scheduler import WarmupStableDecayScheduler  # noqa: E402
-from train_engine import RecordedWork  # noqa: E402
 
 # axes that are no doubling grid, by index
 LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.975, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4)}
