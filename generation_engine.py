@@ -30,7 +30,7 @@ penalize, dynamic_temperature, restrict, CurvePoint, GenerationStatistics, Reque
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ __all__ = [
 
 DRAFT_WIDTH = 2  # candidates at each node: a second one raises acceptance from about 0.74 to 0.90 and costs no pass
 CURVE_TOKENS = 1024  # tokens between two points of the stability curve
+LOOP_PERIOD = 64  # longest block of tokens whose exact repetition counts as a loop
 
 # ---------------------------------------------------------------------------
 # Noise
@@ -113,6 +114,9 @@ class TextHistory:
         self.entropies = torch.zeros(batch, options.entropy_span, dtype=torch.float64, device=device)  # another ring
         self.counts = torch.zeros(batch, vocab_size, dtype=torch.int32, device=device)  # of each id in the window
         self.count = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens generated
+        self.newest = torch.zeros(batch, LOOP_PERIOD, dtype=torch.int64, device=device)  # the newest id first
+        # per period p = 1, 2, ...: for how many tokens each has been the one p tokens before it
+        self.runs = torch.zeros(batch, LOOP_PERIOD, dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Name every stored tensor."""
@@ -136,6 +140,11 @@ class TextHistory:
         place = (self.count % self.entropies.shape[1])[:, None]
         kept = self.entropies.gather(1, place)
         self.entropies.scatter_(1, place, torch.where(live, entropy[:, None], kept))
+        known = self.count[:, None] > torch.arange(LOOP_PERIOD, device=token.device)
+        runs = torch.where(known & (self.newest == token[:, None]), self.runs + 1, 0)
+        self.runs.copy_(torch.where(live, runs, self.runs))
+        newest = torch.cat((token[:, None], self.newest[:, :-1]), 1)
+        self.newest.copy_(torch.where(live, newest, self.newest))
         self.count += active
 
     def counted(self, ahead: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +264,7 @@ class GenerationStatistics:
     entropy_sum: float = 0.0  # over all tokens chosen: more than yielded where the stream was closed within a step
     repetition: float = 0.0  # of the last window
     repetition_peak: float = 0.0  # of the curve's points and the last window
-    stop_reason: str = "running"  # eos, stop, length; closed where the consumer left
+    stop_reason: str = "running"  # eos, stop, length, loop; closed where the consumer left
     state_bytes: int = 0
     cache_bytes: int = 0
     curve: list[CurvePoint] = field(default_factory=list)
@@ -289,6 +298,7 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     seed: int | None = None  # None: the options' sampling_seed
     max_new_tokens: int | None = None  # None: the options'
+    resume: bool = False  # the prompt goes on from the text that the engine made last; penalties begin anew
 
 
 class Chunk(NamedTuple):
@@ -346,8 +356,8 @@ class _Row:
 # ---------------------------------------------------------------------------
 # Engine
 
-_REASONS = ("running", "eos", "stop", "length", "closed")
-_RUNNING, _EOS, _STOP, _LENGTH, _CLOSED = range(5)
+_REASONS = ("running", "eos", "stop", "length", "loop", "closed")
+_RUNNING, _EOS, _STOP, _LENGTH, _LOOP, _CLOSED = range(6)
 
 
 class StreamingGenerationEngine:
@@ -412,19 +422,42 @@ class StreamingGenerationEngine:
         return self.model.decode_state(batch=batch, cache_bits=self.options.cache_bits, max_length=self.max_length)
 
     @property
+    def held(self) -> int:
+        """Tokens of the text that `resume` goes on from, the last one included; 0 before the first text."""
+        return int(self.state.length[0]) + 1 if self.requests and self.batch == 1 else 0
+
+    @property
+    def last_id(self) -> int | None:
+        """The last id of the text that `resume` goes on from, None before the first text."""
+        return int(self._root[0]) if self.held else None
+
+    def session(self) -> dict[str, Tensor]:
+        """Return what `resume` needs, to be stored: the state, pages that hold nothing left out, and the last token."""
+        if not self.held:
+            raise ValueError("a session needs a text that this engine made before, alone, got none")
+        return {"root": self._root.clone(), **self.state.stored()}
+
+    def restore(self, session: Mapping[str, Tensor]) -> None:
+        """Take a session of an engine of the same model and cache up, so that `resume` goes on from its text."""
+        self.state.restore({name: value for name, value in session.items() if name != "root"})
+        self._root.copy_(session["root"])
+        self.requests += 1
+
+    @property
     def stop_rate(self) -> float:
         """Share of finished requests that ended by themselves rather than at max_new_tokens."""
         return self.ended / max(1, self.requests)
 
     # Requests in, ids out
 
-    def generate(self, prompt_ids: Sequence[int]) -> Iterator[int]:
+    def generate(self, prompt_ids: Sequence[int], *, resume: bool = False) -> Iterator[int]:
         """Check the prompt, then stream committed ids: the end-of-text id or the stop string's last id comes last.
 
         An empty prompt starts from the end-of-text id, as training documents do. Closing the stream early keeps what
-        was yielded; the next request starts from a cleared state.
+        was yielded. The next request starts from a cleared state, or with resume goes on from this text's, whose tokens
+        are not run again; after an early close that text ends with the last step's tokens, read or not.
         """
-        return self._stream(self._checked(Request(prompt_ids)))
+        return self._stream(self._checked(Request(prompt_ids, resume=resume)))
 
     def _stream(self, request: Request) -> Iterator[int]:
         serving = self._serve([request])
@@ -454,6 +487,12 @@ class StreamingGenerationEngine:
 
     def _checked(self, request: Request) -> Request:
         prompt = [int(token) for token in request.prompt]
+        held = 0
+        if request.resume:
+            if self.batch > 1 or not self.held:
+                raise ValueError("resume needs a text that this engine made before, alone, got none")
+            held = self.held - 1  # but for the last token, with which the prompt now begins
+            prompt = [int(self._root[0]), *prompt]
         if not prompt:
             if self.eos_id is None:
                 raise ValueError("an empty prompt must have an eos_id to start from, got none")
@@ -466,13 +505,13 @@ class StreamingGenerationEngine:
         if not 0 <= new <= self.model.config.max_output_len:
             most = self.model.config.max_output_len
             raise ValueError(f"max_new_tokens must be within 0..{most}, got {new}")
-        total = len(prompt) + new
-        if total > self.max_length:
+        asked = held + len(prompt)
+        if asked + new > self.max_length:
             raise ValueError(
-                f"prompt and output must fit {self.max_length} tokens of context, got {len(prompt)} + {new} = {total}"
+                f"prompt and output must fit {self.max_length} tokens of context, got {asked} + {new} = {asked + new}"
             )
         seed = self.options.sampling_seed if request.seed is None else request.seed
-        return Request(prompt, _signed(seed & _WORD), new)
+        return Request(prompt, _signed(seed & _WORD), new, request.resume)
 
     def _serve(self, requests: Iterable[Request]) -> Iterator[Chunk]:
         """Loop: free rows take requests, a step is launched, and the step before it is read."""
@@ -514,14 +553,15 @@ class StreamingGenerationEngine:
     def _admit(self, index: int, request: Request) -> Iterator[Chunk]:
         """Run a prompt but for its last token, the first root, and give it a free row."""
         figures = GenerationStatistics(
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=len(request.prompt) - request.resume,
             state_bytes=self.state.state_bytes // self.batch,
             cache_bytes=self.state.cache_bytes // self.batch,
         )
         row, started = self._rows.index(None), time.perf_counter()
         self._rows[row] = _Row(index, self.options, figures)
         self.statistics = figures
-        self._alone.reset()
+        if not request.resume:
+            self._alone.reset()
         self._prefill(list(request.prompt[:-1]))
         if self._alone is not self.state:
             self.state.take(row, self._alone)
@@ -625,7 +665,11 @@ class StreamingGenerationEngine:
         self._report[:, depth] = torch.where(active, token, -1)
         self._report[:, self.depth + 1 + depth] = entropy.view(torch.int64)
         self._root.copy_(torch.where(active, token, self._root))
-        reason = torch.where(self.history.count >= self._limit, _LENGTH, _RUNNING)
+        reason = torch.zeros_like(self._reason)
+        if self.options.loop_tokens:
+            looped = (self.history.runs >= self.options.loop_tokens).any(1)
+            reason = torch.where(looped & (self.history.count >= self.options.min_new_tokens), _LOOP, reason)
+        reason = torch.where(self.history.count >= self._limit, _LENGTH, reason)
         if self._ends_text(self.eos_id):
             reason = torch.where(token == self.eos_id, _EOS, reason)
         self._reason.copy_(torch.where(active, reason, self._reason))

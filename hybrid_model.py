@@ -15,7 +15,7 @@ SwiGLUFeedForward, DecoderLayer, DraftHead, HybridLanguageModel.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -102,6 +102,10 @@ class NodeWrites(NamedTuple):
     layers: list[MemoryNodes | NodeKeyValues]
 
 
+def _is_pool(name: str) -> bool:
+    return name.endswith(("_codes", "_scale"))
+
+
 @dataclass
 class DecodeState:
     """Everything that a sequence carries from token to token; allocated once, changed in place."""
@@ -145,6 +149,35 @@ class DecodeState:
             mine.take(row, theirs)
         self.hidden[row] = other.hidden[0]
         self.length[row] = other.length[0]
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return copies of what one sequence's state consists of, without pages that hold nothing yet."""
+        assert len(self.length) == 1, "a batch has no one state to store"
+        length, kept = int(self.length[0]), {}
+        for name, value in self._own().items():
+            # (pages, tokens of a page, ...); the first page belongs to nobody
+            kept[name] = (value[: -(-length // value.shape[1]) + 1] if _is_pool(name) else value).clone()
+        return kept
+
+    def restore(self, stored: Mapping[str, Tensor]) -> None:
+        """Take the tensors of `stored` in place; raises ValueError where they are of another model or cache."""
+        mine = self._own()
+        strange = sorted(mine.keys() ^ stored.keys())
+        if strange:
+            raise ValueError(f"a stored state must have this model's tensors, got {len(strange)} others: {strange[0]}")
+        for name, value in mine.items():
+            given = stored[name]
+            fits = given.shape[1:] == value.shape[1:] and given.dtype == value.dtype
+            if not fits or not (given.shape[0] <= value.shape[0] if _is_pool(name) else given.shape == value.shape):
+                raise ValueError(
+                    f"stored {name} must be {tuple(value.shape)} {value.dtype}, got {tuple(given.shape)} {given.dtype}"
+                )
+        for name, value in mine.items():
+            value[: stored[name].shape[0]] = stored[name].to(value.device)
+            value[stored[name].shape[0] :] = 0
+
+    def _own(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.tensors().items() if not name.endswith("page_table")}
 
     def tensors(self) -> dict[str, Tensor]:
         """Name every stored tensor, e.g. for a comparison."""

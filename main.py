@@ -11,12 +11,15 @@ import ast
 import codecs
 import importlib.util
 import inspect
+import json
 import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -28,6 +31,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import model_config
 from dataset_pipeline import (
@@ -41,7 +45,7 @@ from dataset_pipeline import (
     prepare,
     special_names,
 )
-from generation_engine import GenerationStatistics, StreamingGenerationEngine
+from generation_engine import CURVE_TOKENS, GenerationStatistics, Request, StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, PrecisionConfig, preset, suggest_name
 from train_engine import (
@@ -59,8 +63,10 @@ from train_engine import (
     plan,
     preflight,
     read_run_config,
+    read_session,
     read_weights_info,
     require_precision,
+    write_session,
 )
 
 __all__ = ["build_parser", "main"]
@@ -204,6 +210,10 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", metavar="TEXT", help="text to continue; default: standard input")
     generate.add_argument("--prompt-file", metavar="FILE", help="text to continue; its last line end is left out")
     generate.add_argument("--chat", action="store_true", help="one line in, one answer out, until end of input")
+    generate.add_argument("--session", metavar="FILE", help="go on from this file's text where it exists; store there")
+    generate.add_argument("--trace", metavar="FILE.png", help="plot repetition, entropy and tokens/s over the text")
+    generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt}, also seed and max_new_tokens of each")
+    generate.add_argument("--batch", type=_positive, default=8, metavar="N", help="requests that run at once [8]")
     _add_fields(generate, ("generation",))
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
 
@@ -611,7 +621,8 @@ def _quoted(piece: bytes) -> str:
 # generate, evaluate
 
 CHAT_USER, CHAT_MODEL = "User: ", "\nAssistant:"
-STOP_REASONS = {"eos": "the end of the text", "stop": "the stop string", "length": "max_new_tokens", "closed": "Ctrl-C"}
+STOP_REASONS = {"eos": "the end of the text", "stop": "the stop string", "length": "max_new_tokens",
+                "loop": "a loop: --loop-tokens", "closed": "Ctrl-C"}  # fmt: skip
 
 
 def _load(
@@ -637,10 +648,11 @@ class _Loaded(NamedTuple):
     tokenizer: str
     first_id: int | None
     turn_end_id: int | None
+    weights_crc32: int
 
 
 def _load_engine(
-    weights: str | Path, facts: DeviceFacts, given: dict[str, object], *, chat: bool = False
+    weights: str | Path, facts: DeviceFacts, given: dict[str, object], *, chat: bool = False, batch: int = 1
 ) -> _Loaded:  # fmt: skip
     model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"))
     options, tokenizer = info["config"].with_values(given).generation, info["tokenizer_json"]
@@ -656,15 +668,15 @@ def _load_engine(
         _say("these weights were not trained on conversations: the plain form 'User: ... Assistant:' is used")
         options = replace(options, stop=options.stop or "\n" + CHAT_USER.strip())
     end = info["eos_id"] if turn_end is None else turn_end
-    engine = StreamingGenerationEngine(model, options, end, token_bytes=token_bytes)
-    return _Loaded(engine, tokenizer, info.get("bos_id"), turn_end)
+    engine = StreamingGenerationEngine(model, options, end, batch=batch, token_bytes=token_bytes)
+    return _Loaded(engine, tokenizer, info.get("bos_id"), turn_end, info["info_crc32"])
 
 
 class _TextOutput:
     """Standard output of a text that comes in pieces; what may become the stop string waits until it is decided."""
 
-    def __init__(self, stop: str | None) -> None:
-        self._stop, self._waiting, self._pieces = stop or "", "", []
+    def __init__(self, stop: str | None, *, shown: bool = True) -> None:
+        self._stop, self._waiting, self._pieces, self._shown = stop or "", "", [], shown
 
     @property
     def text(self) -> str:
@@ -688,16 +700,20 @@ class _TextOutput:
     def _put(self, count: int) -> None:
         ready, self._waiting = self._waiting[:count], self._waiting[count:]
         self._pieces.append(ready)
-        sys.stdout.write(ready)
-        sys.stdout.flush()
+        if self._shown:
+            sys.stdout.write(ready)
+            sys.stdout.flush()
 
 
 def _stream(loaded: _Loaded, prompt: str | list[int]) -> str:
-    """Stream a continuation to standard output, then its figures to standard error; Ctrl-C keeps what was made."""
+    """Stream a continuation to standard output, then its figures to standard error; Ctrl-C keeps what was made.
+
+    The prompt goes on from the text that the engine holds, where it holds one.
+    """
     engine, decoder, interrupted = loaded.engine, TextDecoder(loaded.tokenizer), False
     output = _TextOutput(engine.options.stop)
-    ids = encode_prompt(loaded.tokenizer, prompt) if isinstance(prompt, str) and prompt else list(prompt)
-    stream = engine.generate(ids if loaded.first_id is None else [loaded.first_id, *ids])
+    ids, resume = _encoded(loaded, prompt), engine.held > 0
+    stream = engine.generate(ids if resume or loaded.first_id is None else [loaded.first_id, *ids], resume=resume)
     try:
         for token in stream:
             if token != engine.eos_id:
@@ -713,6 +729,10 @@ def _stream(loaded: _Loaded, prompt: str | list[int]) -> str:
     if interrupted:
         raise KeyboardInterrupt
     return output.text
+
+
+def _encoded(loaded: _Loaded, prompt: str | list[int]) -> list[int]:
+    return encode_prompt(loaded.tokenizer, prompt) if isinstance(prompt, str) and prompt else list(prompt)
 
 
 def _figures(done: GenerationStatistics) -> str:
@@ -735,11 +755,94 @@ def _generate(arguments: argparse.Namespace) -> int:
     _say(facts.describe())
     given = {name: value for name, value in _settings(arguments).items() if name != "device"}
     Config().with_values(given)  # a setting out of range is refused before the weights are read
-    if arguments.chat:
-        return _chat(_load_engine(arguments.weights, facts, given, chat=True))
-    prompt = _read_prompt(arguments)
-    _stream(_load_engine(arguments.weights, facts, given), prompt)
+    if arguments.requests is not None:
+        return _answer_requests(arguments, facts, given)
+    session = None if arguments.session is None else Path(arguments.session)
+    prompt = None if arguments.chat else _read_prompt(arguments)
+    loaded = _load_engine(arguments.weights, facts, given, chat=arguments.chat)
+    if session is not None and session.exists():
+        loaded.engine.restore(read_session(session, loaded.weights_crc32))
+        _say(f"goes on from {session}: {loaded.engine.held:,} tokens")
+    try:
+        if arguments.chat:
+            _chat(loaded)
+        else:
+            _stream(loaded, prompt)
+    finally:
+        if session is not None and loaded.engine.held:
+            write_session(session, loaded.engine.session(), loaded.weights_crc32)
+            _say(f"session: {session}, {session.stat().st_size / 1e6:,.1f} MB")
+        if arguments.trace is not None:
+            _draw_trace(loaded.engine.statistics, Path(arguments.trace))
     return 0
+
+
+def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: dict[str, object]) -> int:
+    """Continue every prompt of a .jsonl, --batch of them at once: one JSON line each, as they end."""
+    one_text = {"--prompt": arguments.prompt, "--prompt-file": arguments.prompt_file, "--session": arguments.session,
+                "--trace": arguments.trace, "--chat": arguments.chat or None}  # fmt: skip
+    for flag, value in one_text.items():
+        if value is not None:
+            raise ValueError(f"{flag} is for one text; leave it out beside --requests")
+    asked = read_requests(Path(arguments.requests))
+    loaded = _load_engine(arguments.weights, facts, given, batch=min(arguments.batch, len(asked)))
+    opening = [] if loaded.first_id is None else [loaded.first_id]
+    requests = [
+        Request([*opening, *_encoded(loaded, one["prompt"])], one.get("seed"), one.get("max_new_tokens"))
+        for one in asked
+    ]
+    made: list[list[int]] = [[] for _ in requests]
+    started, tokens = time.perf_counter(), 0
+    with tqdm(total=len(requests), unit="text", file=sys.stderr, disable=None) as bar:
+        for chunk in loaded.engine.serve(requests):
+            made[chunk.index] += chunk.ids
+            tokens += len(chunk.ids)
+            if chunk.done:
+                decoder, done = TextDecoder(loaded.tokenizer), chunk.statistics
+                output = _TextOutput(loaded.engine.options.stop, shown=False)
+                for left, token in zip(range(done.tokens - 1, -1, -1), made[chunk.index], strict=True):
+                    if token != loaded.engine.eos_id:
+                        output.write(decoder.decode(token), stopped=not left and done.stop_reason == "stop")
+                output.write(decoder.flush())
+                output.flush()
+                _log(json.dumps({"index": chunk.index, "text": output.text, "tokens": done.tokens,
+                                 "prompt_tokens": done.prompt_tokens, "stop_reason": done.stop_reason}))  # fmt: skip
+                bar.update()
+    seconds = time.perf_counter() - started
+    _say(f"{len(requests):,} texts, {tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} a second, prompts "
+         f"included, {loaded.engine.batch} at once")  # fmt: skip
+    return 0
+
+
+def _draw_trace(done: GenerationStatistics, path: Path) -> None:
+    """Plot the stability curve, and store its points beside the picture."""
+    points = done.curve
+    rows = [json.dumps(point._asdict()) + "\n" for point in points]
+    path.with_suffix(".jsonl").write_text("".join(rows), encoding="utf-8")
+    if not points:
+        _say(f"no trace: it has a point every {CURVE_TOKENS:,} tokens, got {done.tokens:,}")
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    xs = [point.tokens for point in points]
+    speeds = [(b.tokens - a.tokens) / max(1e-9, b.seconds - a.seconds) for a, b in pairwise(points)]
+    for axis, ys, label in (
+        (axes[0], [point.repetition for point in points], "repeated share of the window"),
+        (axes[1], [point.entropy for point in points], "entropy, nats"),
+        (axes[2], [speeds[0] if speeds else 0.0, *speeds], "tokens/s"),
+    ):
+        axis.plot(xs, ys, ".-", markersize=3)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[2].set_xlabel("tokens made")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    _say(f"trace: {path}, {path.with_suffix('.jsonl')}")
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:
@@ -755,6 +858,28 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def read_requests(path: Path) -> list[dict]:
+    """Read a .jsonl of {"prompt": text, "seed": number, "max_new_tokens": number}, the numbers optional."""
+    asked, kinds = [], {"prompt": str, "seed": int, "max_new_tokens": int}
+    for number, line in enumerate(_text(path.read_bytes(), str(path)).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+        except ValueError:
+            one = None
+        if not isinstance(one, dict) or "prompt" not in one:
+            raise ValueError(f'{path}:{number} must be {{"prompt": text, ...}}, got {line[:60]}')
+        for name, value in one.items():
+            if name not in kinds or not isinstance(value, kinds[name]) or isinstance(value, bool):
+                raise ValueError(f"{path}:{number} may hold prompt (text), seed and max_new_tokens (numbers), "
+                                 f"got {name} {value!r:.60}")  # fmt: skip
+        asked.append(one)
+    if not asked:
+        raise ValueError(f"{path} holds no request; give one JSON object a line")
+    return asked
+
+
 def _text(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8")
@@ -764,17 +889,19 @@ def _text(data: bytes, source: str) -> str:
 
 def _chat(loaded: _Loaded) -> int:
     """Converse, one line in, one answer out: in the template of training, or in the plain form without one."""
-    history, turns = "", []
+    engine, turn = loaded.engine, "\n" + CHAT_USER
     _say("one line in, one answer out; end of input (Ctrl-D) leaves")
     for line in sys.stdin.buffer:
         if not (said := _text(line, "standard input").strip()):
             continue
+        # only what is new is run: the engine holds the conversation so far
         if loaded.turn_end_id is None:
-            history += f"{CHAT_USER}{said}{CHAT_MODEL}"
-            history += _stream(loaded, history).rstrip("\n") + "\n"
+            # an answer that the stop string ended has opened the next turn itself
+            opened = engine.statistics.stop_reason == "stop" and engine.options.stop == turn.rstrip()
+            _stream(loaded, (CHAT_USER if not engine.held else " " if opened else turn) + said + CHAT_MODEL)
         else:
-            turns.append(("user", said))
-            turns.append(("assistant", _stream(loaded, encode_chat(loaded.tokenizer, turns))))
+            cut = [] if engine.last_id in (None, loaded.turn_end_id) else [loaded.turn_end_id]
+            _stream(loaded, cut + encode_chat(loaded.tokenizer, [("user", said)]))
     return 0
 
 

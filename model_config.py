@@ -454,6 +454,8 @@ class GenerationConfig:
     temperature_range: float = 0.3
     # tokens of the running mean of entropy
     entropy_span: int = 64
+    # end a text when one block of at most 64 tokens has repeated exactly for this many, 0 = never
+    loop_tokens: int = 1024
     # drafts: verify the draft head's proposals; the text is the same without
     drafts: bool = True
     sampling_seed: int = 0
@@ -465,6 +467,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         _at_least("max_new_tokens", self.max_new_tokens, 0)
         _at_least("min_new_tokens", self.min_new_tokens, 0)
+        _at_least("loop_tokens", self.loop_tokens, 0)
         _at_least("prefill_chunk", self.prefill_chunk, 1)
         _at_least("penalty_window", self.penalty_window, 1)
         _at_least("entropy_span", self.entropy_span, 1)

@@ -85,11 +85,13 @@ __all__ = [
     "plan",
     "preflight",
     "read_run_config",
+    "read_session",
     "read_weights_info",
     "require_precision",
     "save_weights",
     "segmented_backward",
     "write_checkpoint",
+    "write_session",
 ]
 
 # of weights files; counts what tensors mean, too: 2 has no norm between a memory's heads and its output projection
@@ -655,6 +657,35 @@ def read_weights_info(path: Path) -> dict[str, Any]:
     """Read what a weights file says of itself (config, tokenizer_json, eos_id, tokens, ...), without its tensors."""
     with _open_weights(Path(path)) as (_, info):
         return info
+
+
+_SESSION_KEY = "session"
+
+
+def write_session(path: Path, tensors: Mapping[str, Tensor], weights_crc32: int) -> None:
+    """Store a generation engine's session, all or nothing, with the checksum of the weights that made it."""
+    stored = {name: x.detach().cpu().contiguous() for name, x in sorted(tensors.items())}
+    metadata = {_SESSION_KEY: json.dumps({"format_version": FORMAT_VERSION, "weights_crc32": weights_crc32})}
+    try:
+        _replace_durably(path, lambda temporary: save_file(stored, temporary, metadata))
+    except (OSError, SafetensorError) as error:
+        need = sum(x.nbytes for x in stored.values())
+        raise ValueError(f"{path} could not be written, {_gigabytes(need)} needed: {_one_line(error)}") from None
+
+
+def read_session(path: Path, weights_crc32: int) -> dict[str, Tensor]:
+    """Read a session of these weights; raises ValueError where the file is none, or of other weights."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            info = json.loads((file.metadata() or {}).get(_SESSION_KEY, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is cut off or not a session ({_one_line(error)}); give another --session") from None
+    if info.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is not a session of this program's format {FORMAT_VERSION}; give another --session")
+    if info["weights_crc32"] != weights_crc32:
+        raise ValueError(f"{path} is a session of other weights; give those, or another --session")
+    return tensors
 
 
 @contextlib.contextmanager

@@ -757,6 +757,78 @@ def batch_changes_nothing(model: HybridLanguageModel, options: GenerationConfig,
     assert engine.requests == 5 and engine._rows == [None] * batch
 
 
+def test_a_text_that_is_resumed_is_the_one_made_at_once(any_model: HybridLanguageModel):
+    """Prompt, answer and second prompt in one, or the second on the state of the first, or on a stored state."""
+    options = replace(GREEDY, max_new_tokens=30, drafts=True, loop_tokens=0)
+    engine = StreamingGenerationEngine(any_model, options)
+    first, more = _run(engine), [4, 9, 2]
+    stored = {name: value.clone() for name, value in engine.session().items()}
+    second = list(engine.generate(more, resume=True))
+    assert engine.statistics.prompt_tokens == 3 and engine.held == len(PROMPT) + 30 + 3 + 30
+    other = StreamingGenerationEngine(any_model, options)
+    other.restore(stored)
+    assert other.last_id == first[-1] and list(other.generate(more, resume=True)) == second
+    for name, value in engine.state.tensors().items():
+        if "codes" in name or "scale" in name:  # page 0 belongs to nobody
+            assert torch.equal(value[1:], other.state.tensors()[name][1:]), name
+        else:
+            assert torch.equal(value, other.state.tensors()[name]), name
+    # greedy steps at 8 bit may differ from a prefill of the whole in a last bit, not in what the prompt is
+    whole = StreamingGenerationEngine(any_model, replace(options, cache_bits=16))
+    again = StreamingGenerationEngine(any_model, replace(options, cache_bits=16))
+    first = _run(again)
+    assert list(again.generate(more, resume=True)) == _run(whole, [*PROMPT, *first, *more])
+
+
+def test_a_session_holds_no_empty_page_and_fits_its_model_only(model: HybridLanguageModel):
+    full = make_model(attention_scope="full")
+    options = replace(GREEDY, max_new_tokens=10)
+    long, short = (StreamingGenerationEngine(full, options, max_length=n) for n in (1024, 300))
+    with pytest.raises(ValueError, match="a session needs a text that this engine made before, alone, got none"):
+        long.session()
+    with pytest.raises(ValueError, match="resume needs a text that this engine made before, alone, got none"):
+        long.generate([1], resume=True)
+    _run(long)
+    stored = long.session()
+    pages = [value.shape[0] for name, value in stored.items() if name.endswith("codes")]
+    assert pages == [1 + 2] * len(pages), "90 + 10 tokens lie in two pages"
+    short.restore(stored)
+    assert list(short.generate([5], resume=True)) == list(long.generate([5], resume=True))
+    with pytest.raises(ValueError, match=r"prompt and output must fit 300 tokens of context, got 311 \+ 10 = 321"):
+        short.generate([1] * 200, resume=True)
+    with pytest.raises(ValueError, match=r"stored layers\.\d\.key_codes must be .* uint8, got .* int8"):
+        StreamingGenerationEngine(full, replace(options, cache_bits=4)).restore(stored)
+    with pytest.raises(ValueError, match="a stored state must have this model's tensors"):
+        long.restore({name: value for name, value in stored.items() if name != "hidden"})
+
+
+def test_a_loop_ends_the_text_and_nothing_shorter_does(model: HybridLanguageModel, monkeypatch: pytest.MonkeyPatch):
+    """Texts by a script: a block of 5 from token 20 on; a block longer than the longest period; one broken block."""
+    options = replace(PLAIN, max_new_tokens=300, loop_tokens=40, temperature=0.0)
+
+    def ends(text: list[int], **more: object) -> tuple[int, str]:
+        engine = StreamingGenerationEngine(model, replace(options, **more))
+
+        def choose(logits, position, history):
+            token = torch.tensor([text[int(history.count[0])]])
+            return token, torch.zeros(1, dtype=torch.float64)
+
+        engine._choose = choose
+        return len(_run(engine)), engine.statistics.stop_reason
+
+    noise = torch.randint(0, TINY.vocab_size, (400,)).tolist()
+    block = [1, 2, 3, 4, 5]
+    looped = [*noise[:20], 6, *block * 80]
+    # 40 tokens that equal the ones five before them: eight blocks after the first
+    assert ends(looped) == (21 + 5 + 40, "loop")
+    assert ends(looped, loop_tokens=0) == (300, "length")
+    assert ends(looped, min_new_tokens=100) == (100, "loop")
+    assert ends(looped, loop_tokens=295) == (300, "length")
+    assert ends(noise[:65] * 6) == (300, "length") and ends(noise[:64] * 6) == (64 + 40, "loop")
+    broken = [*noise[:20], 6, *(block * 8)[:-1], 7, *noise]
+    assert ends(broken) == (300, "length")
+
+
 def test_a_row_of_a_batch_is_a_copy_of_a_state(any_model: HybridLanguageModel):
     one, many = any_model.decode_state(cache_bits=8), any_model.decode_state(batch=3, cache_bits=8)
     for row, count in ((0, 20), (2, 90), (1, 300)):

@@ -562,13 +562,69 @@ def test_chat_takes_turns(call, world, monkeypatch):
     chat = ["generate", "--device", "cpu", "--weights", world.weights, "--chat", "--max-new-tokens", 20]
     code, out, err = call(*chat, "--min-new-tokens", 20, given=b"a river\n\n  the mill \n")
     assert code == 0
-    assert len(prompts) == 2 and prompts[0] == "User: a river\nAssistant:"
-    # the second turn goes on from the first answer; an empty line is no turn
-    assert prompts[1].startswith(prompts[0]) and prompts[1].endswith("\nUser: the mill\nAssistant:")
-    answer = prompts[1].removeprefix(prompts[0]).removesuffix("User: the mill\nAssistant:")
-    assert answer.strip() and out.startswith(answer.rstrip("\n"))
-    assert len(out) > len(answer) + 10
-    assert err.count("prompt tokens: ") == 2 and "User:" not in out
+    # the second turn goes on from the state after the first answer; an empty line is no turn
+    assert prompts == ["User: a river\nAssistant:", "\nUser: the mill\nAssistant:"]
+    assert len(out.strip()) > 40 and err.count("prompt tokens: ") == 2 and "User:" not in out
+
+
+def test_a_session_goes_on_where_the_text_was(call, world, tmp_path, monkeypatch):
+    session, more = tmp_path / "talk.session", ["--max-new-tokens", "12", "--session", tmp_path / "talk.session"]
+    whole = call(*_generate(world, "--prompt", "the mill", "--max-new-tokens", "12"))
+    first = call(*_generate(world, "--prompt", "the mill", *more))
+    assert (first.code, first.out) == (0, whole.out) and f"session: {session}, " in first.err
+    size = session.stat().st_size
+    asked = []
+    engine = main.StreamingGenerationEngine
+    stream = engine._stream
+    monkeypatch.setattr(engine, "_stream", lambda self, one: asked.append(one) or stream(self, one))
+    second = call(*_generate(world, "--prompt", " and the river", *more))
+    assert second.code == 0 and "goes on from" in second.err and session.stat().st_size == size
+    # the last id of the first text and the new prompt are run, and nothing else
+    tokenizer = (world.data.parent / "tokenizer.json").read_text()
+    assert asked[0].resume and asked[0].prompt[1:] == main.encode_prompt(tokenizer, " and the river")
+    other = tmp_path / "other.session"
+    other.write_bytes(session.read_bytes()[:-5])
+    outcome = call(*_generate(world, "--prompt", "x", "--session", other))
+    assert outcome.code == 2 and "is cut off or not a session" in outcome.err and outcome.err.count("\n") <= 3
+    save_file({"x": torch.zeros(1)}, other)
+    assert "is not a session of this program" in call(*_generate(world, "--prompt", "x", "--session", other)).err
+
+
+def test_requests_are_answered_each_as_alone(call, world, tmp_path):
+    asked = [{"prompt": "the mill", "max_new_tokens": 9}, {"prompt": "a river", "seed": 3}, {"prompt": "the old"}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    code, out, err = call(*_generate(world, "--requests", tmp_path / "asked.jsonl", "--batch", "2"))
+    lines = sorted(map(json.loads, out.splitlines()), key=lambda line: line["index"])
+    assert code == 0 and [line["index"] for line in lines] == [0, 1, 2] and lines[0]["tokens"] == 9
+    assert "3 texts, " in err and ", 2 at once" in err
+    for line, one in zip(lines, asked, strict=True):
+        more = [x for name in ("seed", "max_new_tokens") if name in one
+                for x in (f"--{name.replace('seed', 'sampling-seed').replace('_', '-')}", str(one[name]))]  # fmt: skip
+        assert call(*_generate(world, "--prompt", one["prompt"], *more)).out == line["text"] + "\n", one
+
+
+@pytest.mark.parametrize("line, message", [
+    ("{", 'asked.jsonl:1 must be {"prompt": text, ...}, got {'),
+    ('{"prompt": 3}', "asked.jsonl:1 may hold prompt (text), seed and max_new_tokens (numbers), got prompt 3"),
+    ('{"prompt": "x", "temperature": 1}', "got temperature 1"),
+    ("", "asked.jsonl holds no request"),
+])  # fmt: skip
+def test_bad_requests_are_one_line(call, world, tmp_path, line, message):
+    (tmp_path / "asked.jsonl").write_text(line)
+    outcome = call(*_generate(world, "--requests", tmp_path / "asked.jsonl"))
+    assert outcome.code == 2 and message in outcome.err and outcome.err.splitlines()[-1].startswith("error: ")
+    outcome = call(*_generate(world, "--requests", tmp_path / "asked.jsonl", "--chat"))
+    assert outcome.code == 2 and "--chat is for one text; leave it out beside --requests" in outcome.err
+
+
+def test_a_trace_is_a_picture_and_its_points(call, world, tmp_path, monkeypatch):
+    monkeypatch.setattr("generation_engine.CURVE_TOKENS", 8)
+    trace = tmp_path / "trace.png"
+    outcome = call(*_generate(world, "--prompt", "the mill", "--max-new-tokens", "40", "--trace", trace))
+    assert outcome.code == 0 and trace.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    points = [json.loads(line) for line in trace.with_suffix(".jsonl").read_text().splitlines()]
+    assert [point["tokens"] for point in points] == [8, 16, 24, 32, 40]
+    assert all(point["seconds"] > 0 and 0 <= point["repetition"] < 1 for point in points[1:])
 
 
 def test_evaluate_on_a_split_and_on_choices(call, world, tmp_path):
