@@ -235,6 +235,11 @@ def _entropy(logits: Tensor) -> Tensor:
     return (total.log() - _fold(weight * below.masked_fill(weight == 0, 0.0)) / total).double()
 
 
+def _each_twice(x: Tensor) -> Tensor:
+    """Repeat every node of (B, n, ...) for its two candidates."""
+    return x[:, :, None].expand(-1, -1, DRAFT_WIDTH, -1).flatten(1, 2)
+
+
 # ---------------------------------------------------------------------------
 # Statistics
 
@@ -712,8 +717,8 @@ class StreamingGenerationEngine:
             best = scores.topk(DRAFT_WIDTH).indices  # (B, n, 2)
             level = best.flatten(1)
             ids.append(level)
-            ahead = torch.cat((ahead.repeat_interleave(DRAFT_WIDTH, 1), level[..., None]), 2)
-            hidden = hidden.repeat_interleave(DRAFT_WIDTH, 1)
+            ahead = torch.cat((_each_twice(ahead), level[..., None]), 2)
+            hidden = _each_twice(hidden)
         return torch.cat(ids, 1)
 
     # Verification

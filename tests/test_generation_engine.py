@@ -796,7 +796,7 @@ def test_a_session_holds_no_empty_page_and_fits_its_model_only(model: HybridLang
     assert list(short.generate([5], resume=True)) == list(long.generate([5], resume=True))
     with pytest.raises(ValueError, match=r"prompt and output must fit 300 tokens of context, got 311 \+ 10 = 321"):
         short.generate([1] * 200, resume=True)
-    with pytest.raises(ValueError, match=r"stored layers\.\d\.key_codes must be .* uint8, got .* int8"):
+    with pytest.raises(ValueError, match=r"stored layers\.\d\.key_codes must be .* torch.uint8, got .* torch.int8"):
         StreamingGenerationEngine(full, replace(options, cache_bits=4)).restore(stored)
     with pytest.raises(ValueError, match="a stored state must have this model's tensors"):
         long.restore({name: value for name, value in stored.items() if name != "hidden"})
