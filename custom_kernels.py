@@ -16,6 +16,7 @@ o_ offsets, m_ masks, i_ program indices, and tiles BM BN BK.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ except ImportError:  # a CPU needs no Triton: every public operation has a vecto
 __all__ = [
     "DelayedScale",
     "PackedFP4",
+    "PackedINT8",
     "Projection",
     "RootMeanSquareNorm",
     "cache_append",
@@ -43,6 +45,7 @@ __all__ = [
     "delta_rule_step",
     "dequantize_cache",
     "dequantize_fp4",
+    "dequantize_int8",
     "fake_quantize_cache",
     "fp4_signs",
     "fp4_weight_only_linear",
@@ -53,17 +56,21 @@ __all__ = [
     "fused_swiglu",
     "hadamard_rotate",
     "hadamard_transform",
+    "int8_weight_only_linear",
     "l2_normalize",
     "linear_product",
     "matrix_product",
     "microscaled_fp4_gemm",
     "newton_schulz_orthogonalize",
+    "pack_weight",
     "paged_attention",
     "paged_cache",
     "quantize_cache",
     "quantize_fp4",
     "quantize_fp8",
+    "quantize_int8",
     "rotary",
+    "unpack_weight",
     "windowed_attention",
 ]
 
@@ -211,10 +218,10 @@ def _matrix_product_kernel(
 
 @_jit_dynamic("R")
 def _skinny_product_kernel(
-    p_x, p_w, p_out, R, N, K, s_xr, s_xk, s_wn, s_wk, KS,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    p_x, p_w, p_scale, p_out, R, N, K, s_xr, s_xk, s_wn, s_wk, KS,
+    SCALED: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """out[s, r, n] = sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows a program, whatever R is.
+    """out[s, r, n] = scale[n] sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows a program, whatever R.
 
     The weight is the left operand, so that its rows fill the tensor core and the few rows of x are its columns. The
     tiles of rows that read one tile of the weight run side by side, so that L2 serves all but the first.
@@ -233,7 +240,10 @@ def _skinny_product_kernel(
         p_x_k = p_x + o_r[None, :] * s_xr + o_c[:, None] * s_xk
         b_w = tl.load(p_w_k, mask=m_n[:, None] & m_k[None, :], other=0.0)
         b_x = tl.load(p_x_k, mask=m_k[:, None] & m_r[None, :], other=0.0)
-        acc = _dot_add(b_w, b_x, acc, "ieee")
+        # 8-bit codes are exact in 16 bits
+        acc = _dot_add(b_w.to(b_x.dtype), b_x, acc, "ieee")
+    if SCALED:
+        acc *= tl.load(p_scale + o_n, mask=m_n, other=0.0)[:, None]
     p_o = p_out + (i_s * R + o_r)[None, :] * N + o_n[:, None]
     tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_r[None, :])
 
@@ -317,7 +327,7 @@ def matrix_product(
     return out
 
 
-def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """Launch x (R, in) @ weight (out, in)^T for R <= 128; the split depends on the weight's shape only."""
     (rows, k), n = x.shape, weight.shape[0]
     # a float32 tile has the same bytes as a 16-bit one; sm_90: 4 stages of 20 KB, two programs a multiprocessor
@@ -331,8 +341,8 @@ def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     out = x.new_empty(rows, n, dtype=dtype)
     target = out if splits == 1 else x.new_empty(splits, rows, n, dtype=torch.float32)
     _skinny_product_kernel[(triton.cdiv(rows, _SKINNY_ROWS), tiles, splits)](
-        x, weight, target, rows, n, k, *x.stride(), *weight.stride(), KS,
-        BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
+        x, weight, scale, target, rows, n, k, *x.stride(), *weight.stride(), KS,
+        SCALED=scale is not None, BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
     )
     if splits > 1:
         grid = (triton.cdiv(n, 1024), rows)
@@ -396,6 +406,69 @@ def linear_product(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     else:
         out = _LinearProduct.apply(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@dataclass(frozen=True)
+class PackedINT8:
+    """8-bit weight: value = code * scale of its row. codes (out, in) int8, scale (out,) float32."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return plain tensors for a weights file."""
+        return {"codes": self.codes, "scale": self.scale}
+
+    @classmethod
+    def from_dict(cls, tensors: Mapping[str, Tensor]) -> "PackedINT8":
+        """Rebuild from to_dict's tensors; raises ValueError if their shapes disagree."""
+        codes, scale = tensors["codes"], tensors["scale"]
+        found = f"got codes {tuple(codes.shape)} {codes.dtype}, scale {tuple(scale.shape)}"
+        fits = codes.dim() == 2 and codes.dtype == torch.int8 and scale.shape == codes.shape[:1]
+        _require(fits, f"packed tensors must be int8 (out, in) and (out,), {found}")
+        return cls(codes, scale)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the codes."""
+        return self.codes.device
+
+    def to(self, device: torch.device | str) -> "PackedINT8":
+        """Return the same values on another device."""
+        return PackedINT8(self.codes.to(device), self.scale.to(device))
+
+
+def quantize_int8(weight: Tensor) -> PackedINT8:
+    """Round a weight (out, in) to 255 levels a row, symmetric about 0, its largest magnitude at 127."""
+    _require(weight.dim() == 2, f"weight must be 2-D (out, in), got {tuple(weight.shape)}")
+    wide = weight.detach().float()
+    largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
+    scale = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return PackedINT8((wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale)
+
+
+def dequantize_int8(packed: PackedINT8, dtype: torch.dtype) -> Tensor:
+    """Return the weight (out, in), rounded once to dtype."""
+    return (packed.codes.float() * packed.scale[:, None]).to(dtype)
+
+
+@torch.no_grad()
+def int8_weight_only_linear(x: Tensor, packed: PackedINT8) -> Tensor:
+    """Return x @ weight^T for decoding: x (..., in), kept in its own type, up to 128 rows, each row alone."""
+    found = f"got x {tuple(x.shape)} and weight {packed.shape}"
+    _require(x.dim() >= 1 and x.shape[-1] == packed.shape[1], f"x must end in weight's in-dimension, {found}")
+    _require_kernel_dtype("x", x)
+    rows = x.reshape(-1, x.shape[-1])
+    _require(rows.shape[0] <= _SKINNY_MOST, f"x must have at most {_SKINNY_MOST} rows, {found}")
+    if _uses_kernel(x):
+        out = _skinny_product(rows, packed.codes, x.dtype, packed.scale)
+    else:
+        out = _linear_product_torch(rows, packed.codes.to(x.dtype)) * packed.scale.to(x.dtype)
+    return out.view(*x.shape[:-1], packed.shape[0])
 
 
 # ---------------------------------------------------------------------------
@@ -4924,11 +4997,26 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: DelayedScale) -> Tensor:
 # Layer primitives: the projection and the norm that every block is built from
 
 
+def pack_weight(weight: Tensor, bits: int) -> PackedFP4 | PackedINT8:
+    """Round a weight (out, in) to what decoding reads: rotated E2M1 codes (4 bits) or integers (8 bits)."""
+    _require(bits in (4, 8), f"bits must be 4 or 8, got {bits}")
+    if bits == 8:
+        return quantize_int8(weight)
+    return quantize_fp4(weight, signs=fp4_signs(weight.shape[1], weight.device))
+
+
+def unpack_weight(packed: PackedFP4 | PackedINT8, dtype: torch.dtype) -> Tensor:
+    """Return the weight that a packed one stands for."""
+    if isinstance(packed, PackedINT8):
+        return dequantize_int8(packed, dtype)
+    return dequantize_fp4(packed, dtype)
+
+
 class Projection(nn.Module):
     """Linear map x (..., d_in) -> (..., d_out) without bias; float32 master weight, product in x's type.
 
     precision: "wide" multiplies in x's own type, "fp8" and "fp4" quantise both operands in training (microscaled
-    formats). Inference multiplies in x's type, by 4-bit weights after `pack`.
+    formats). Inference multiplies in x's type, by 4- or 8-bit weights after `pack`.
     `forward` serves sequences; `step` serves decoding, where a row's result must not depend on how many rows there
     are (fixed tiles, fixed split), so that drafts never change a token.
     """
@@ -4941,16 +5029,21 @@ class Projection(nn.Module):
         # drives the stochastic rounding of fp4 gradients; the training engine fills it anew each step
         seed = torch.zeros((), dtype=torch.int64) if precision == "fp4" else None
         self.register_buffer("rounding_seed", seed, persistent=False)
-        self.packed: PackedFP4 | None = None
+        self.packed: PackedFP4 | PackedINT8 | None = None
 
     @torch.no_grad()
-    def pack(self) -> None:
-        """Keep the weight as 4-bit codes alone, for inference: x stays wide (weight-only), in prefill and decoding."""
-        signs = fp4_signs(self.weight.shape[1], self.weight.device)
-        self.packed = quantize_fp4(self.weight, signs=signs)
+    def pack(self, bits: int = 4) -> None:
+        """Keep the weight as 4- or 8-bit codes alone, for inference: x stays wide (weight-only), in all of it."""
+        self.take(pack_weight(self.weight, bits))
+
+    def take(self, packed: PackedFP4 | PackedINT8) -> None:
+        """Multiply by a packed weight from now on."""
+        self.packed = packed
         self.weight.data = self.weight.data.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.packed, PackedINT8):
+            return F.linear(x, dequantize_int8(self.packed, x.dtype))
         if self.packed is not None:
             return fp4_weight_only_linear(x, self.packed)
         if self.precision == "fp4" and self.training:
@@ -4963,6 +5056,8 @@ class Projection(nn.Module):
 
     def step(self, x: Tensor) -> Tensor:
         """Map x (B, N, d_in), B * N <= 128, each row the same bits in any company."""
+        if isinstance(self.packed, PackedINT8):
+            return int8_weight_only_linear(x, self.packed)
         if self.packed is not None:
             return fp4_weight_only_linear(x, self.packed)
         return linear_product(x, self.weight.to(x.dtype))

@@ -1,4 +1,4 @@
-"""Command line: prepare, train, evaluate, generate, plan, and on this machine's kernels bench and verify.
+"""Command line: prepare, train, evaluate, quantize, generate, plan; on this machine's kernels, bench and verify.
 
 Every field of model_config.py is a flag of the same name (--tokens-per-step for tokens_per_step), its help the comment
 above the field; nothing is restated here. An error that a user can cause is one line on standard error and exit
@@ -51,6 +51,7 @@ from model_config import PRESETS, Config, PrecisionConfig, preset, suggest_name
 from train_engine import (
     CHIPS,
     DeviceFacts,
+    Evaluation,
     TrainingEngine,
     TrainingError,
     chip_facts,
@@ -62,6 +63,7 @@ from train_engine import (
     next_run_dir,
     plan,
     preflight,
+    quantize_weights,
     read_run_config,
     read_session,
     read_weights_info,
@@ -245,6 +247,15 @@ def build_parser() -> argparse.ArgumentParser:
     window.add_argument("--supervised", action="store_true", help="list the positions that are trained, and on what")
     window.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="auto: on a terminal")
     _add_fields(window, ("train",), only=DATA_FORM)
+
+    quantize = command("quantize", "Write weights with every projection in 4 or 8 bits, and what that costs.")
+    quantize.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
+    quantize.add_argument("--out", required=True, metavar="FILE", help="weights file to write")
+    quantize.add_argument("--bits", type=int, choices=(4, 8), default=8, help="E2M1 with block scales, or integers [8]")
+    quantize.add_argument("--data", metavar="FILE", help="token file to compare the loss on, before and after")
+    quantize.add_argument("--context", type=_positive, default=2048, metavar="N", help="row length [2048]")
+    quantize.add_argument("--eval-tokens", type=_positive, default=100_000, metavar="N", help="tokens to read [100000]")
+    _add_fields(quantize, ("precision", "train"), only=("precision", "device", *DATA_FORM))
 
     evaluate = command("evaluate", "Print loss, bits per byte and loss by position of weights on a named split.")
     evaluate.add_argument("--weights", required=True, metavar="FILE", help="final.safetensors of a run")
@@ -926,7 +937,42 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -> None:
+def _quantize(arguments: argparse.Namespace) -> int:
+    source, out = Path(arguments.weights), Path(arguments.out)
+    if out.resolve() == source.resolve():
+        raise ValueError(f"--out must be another file than --weights, got {out} for both")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out must lie in a folder that exists, got {out.parent}")
+    before = _loss_of(source, arguments)
+    rows, count = [], len(read_weights_info(source)["crc32"])
+    with tqdm(total=count, unit="tensor", file=sys.stderr, disable=None) as bar:
+        for row in quantize_weights(source, out, arguments.bits):
+            rows.append(row)
+            bar.update()
+    _log(f"{'matrix':48s} {'shape':>16s} {'error':>9s} {'worst':>9s} {'bytes':>14s}")
+    for row in rows:
+        shape = " x ".join(f"{n:,}" for n in row.shape)
+        _log(f"{row.name:48s} {shape:>16s} {row.relative:9.2%} {row.worst:9.3f} {row.bytes:14,}")
+    mean = math.sqrt(sum(row.relative**2 for row in rows) / max(1, len(rows)))
+    _log(f"error: of the norm, {mean:.2%} over all matrices; worst: of an element, in root mean squares of its row")
+    _log(f"wrote {out}: {out.stat().st_size:,} bytes, {out.stat().st_size / source.stat().st_size:.3f} of {source}")
+    if before is not None:
+        after = _loss_of(out, arguments)
+        _log(f"loss {before:.4f} to {after:.4f} ({after - before:+.4f} nats), perplexity {math.exp(before):.3f} to "
+             f"{math.exp(after):.3f}")  # fmt: skip
+    return 0
+
+
+def _loss_of(weights: Path, arguments: argparse.Namespace) -> float | None:
+    """The loss of weights on --data, None without it."""
+    if arguments.data is None:
+        return None
+    facts = describe_device(getattr(arguments, "device", "auto"))
+    model, _ = _load(weights, facts, getattr(arguments, "precision", None))
+    return _split_loss(model, arguments).loss
+
+
+def _split_loss(model: HybridLanguageModel, arguments: argparse.Namespace) -> Evaluation:
     form = {name: value for name, value in _settings(arguments).items() if name in DATA_FORM}
     tokens = _open_data(Config().with_values(form), arguments.data)
     tokens.check_vocabulary(model.config.vocab_size)
@@ -934,7 +980,11 @@ def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -
         most = model.config.max_context_len
         raise ValueError(f"context must be at most {most:,} for these weights, got {arguments.context:,}")
     length = min(arguments.context, len(tokens) - 1)
-    result = evaluate(model, tokens, length, split=tokens.path.name, limit_tokens=arguments.eval_tokens)
+    return evaluate(model, tokens, length, split=tokens.path.name, limit_tokens=arguments.eval_tokens)
+
+
+def _evaluate_split(model: HybridLanguageModel, arguments: argparse.Namespace) -> None:
+    result = _split_loss(model, arguments)
     _log(result.describe())
     for first, last, loss, targets in result.by_position:
         _log(f"  positions {first:>7,} to {last - 1:>7,}: loss {loss:.4f} ({targets:,} targets)")
@@ -963,7 +1013,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare}
+    commands = {"train": _train, "plan": _plan, "generate": _generate, "prepare": _prepare, "quantize": _quantize}
     commands |= {"evaluate": _evaluate, "inspect": _inspect, "bench": _bench, "verify": _verify}
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)

@@ -42,7 +42,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from custom_kernels import Projection, fused_chunked_cross_entropy
+from custom_kernels import (
+    PackedFP4,
+    PackedINT8,
+    Projection,
+    fused_chunked_cross_entropy,
+    pack_weight,
+    unpack_weight,
+)
 from dataset_pipeline import (
     DRAFT_STRIDE,
     Batch,
@@ -67,6 +74,7 @@ __all__ = [
     "Chip",
     "DeviceFacts",
     "Evaluation",
+    "PackedError",
     "Plan",
     "TrainResult",
     "TrainState",
@@ -84,6 +92,7 @@ __all__ = [
     "next_run_dir",
     "plan",
     "preflight",
+    "quantize_weights",
     "read_run_config",
     "read_session",
     "read_weights_info",
@@ -592,6 +601,7 @@ def save_weights(
     stored = {name: x.detach().to("cpu", torch.float32).contiguous() for name, x in sorted(tensors.items())}
     info = {
         "format_version": FORMAT_VERSION,
+        "packed_bits": None,
         # paths of the machine that trained do not belong in a file that is passed on
         "config": asdict(replace(config, train=TrainConfig())),
         "tokenizer_json": tokenizer_json,
@@ -601,8 +611,13 @@ def save_weights(
         "parameters": sum(x.numel() for x in stored.values()),
         "step": step,
         "tokens": tokens,
-        "crc32": {name: _crc32(x) for name, x in stored.items()},
     }
+    _write_weights(path, stored, info)
+
+
+def _write_weights(path: Path, stored: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+    """Write tensors and their description, with its checksums, all or nothing."""
+    info = {**info, "crc32": {name: _crc32(x) for name, x in stored.items()}}
     info["info_crc32"] = _info_crc32(info)
     # one key only: several come out in another order in each process
     metadata = {_WEIGHTS_KEY: json.dumps(info, sort_keys=True)}
@@ -623,6 +638,8 @@ def load_weights(
 ) -> tuple[HybridLanguageModel, dict[str, Any]]:
     """Read a weights file: the model in evaluation mode, and its description (config, tokenizer_json, eos_id, ...).
 
+    A file of quantize_weights is recognised; its matrices stay packed.
+
     Args:
         dtype: type of the matrices on the device, bfloat16 for generation; gates and vectors stay float32.
         precision, attention_scope: what to use in place of the file's configuration.
@@ -636,21 +653,84 @@ def load_weights(
         # memory of these is not touched until a tensor replaces it
         model = HybridLanguageModel(shape, precision or config.precision)
         table = {spec.name: spec for spec in model.parameter_table()}
-        _check_names(path, set(table), set(file.keys()))
+        packed = _projections(model) if info.get("packed_bits") else {}
+        kind, parts = _PACKED.get(info.get("packed_bits"), (None, ()))
+        needed = {f"{name}.{part}" for name in packed for part in parts} | (table.keys() - packed.keys())
+        _check_names(path, needed, set(file.keys()))
         for name, spec in table.items():
-            value = file.get_tensor(name)
+            if name in packed:
+                held = {part: _read_tensor(path, file, f"{name}.{part}", info) for part in parts}
+                packed[name].take(kind.from_dict(held).to(device))
+                continue
+            value = _read_tensor(path, file, name, info)
             if value.shape != spec.parameter.shape or value.dtype != torch.float32:
                 found = f"{tuple(value.shape)} {value.dtype}"
                 raise ValueError(f"{path}: {name} must be {tuple(spec.parameter.shape)} float32, got {found}")
-            if _crc32(value) != info["crc32"][name]:
-                raise ValueError(f"{path}: {name} is damaged (its checksum differs); copy the file again")
             keep = dtype is None or spec.role in ("vector", "gate")
             spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
     model.to(device).eval().requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, Projection) and module.precision == "fp4":
+        if isinstance(module, Projection) and module.precision == "fp4" and module.packed is None:
             module.pack()
     return model, info
+
+
+# what a packed matrix is stored as, by bits
+_PACKED = {4: (PackedFP4, ("codes", "scales", "global_scale", "shape", "signs")), 8: (PackedINT8, ("codes", "scale"))}
+
+
+class PackedError(NamedTuple):
+    """What packing did to one matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    relative: float  # norm of the error over the norm of the matrix
+    worst: float  # largest error of an element over the root mean square of its row
+    bytes: int
+
+
+def quantize_weights(source: Path, target: Path, bits: int) -> Iterator[PackedError]:
+    """Write a weights file with every projection in 4 or 8 bits, one matrix at a time; yield each one's error.
+
+    Embedding, norms, gates and taps stay as they are. The file is written when the last matrix has been taken.
+    """
+    with _open_weights(source) as (file, info):
+        if info.get("packed_bits"):
+            raise ValueError(f"{source} holds {info['packed_bits']}-bit weights; give the file that training wrote")
+        with torch.device("meta"):
+            model = HybridLanguageModel(info["config"].model, info["config"].precision)
+        projections = _projections(model)
+        odd = next((f"{n} has {m.weight.shape[1]}" for n, m in projections.items() if m.weight.shape[1] % 128), None)
+        if bits == 4 and odd:
+            raise ValueError(f"4-bit weights need inputs in multiples of 128, {odd}; take --bits 8")
+        stored: dict[str, Tensor] = {}
+        for name in sorted(file.keys()):
+            value = _read_tensor(source, file, name, info)
+            if name not in projections:
+                stored[name] = value
+                continue
+            packed = pack_weight(value, bits)
+            parts = {part: x.contiguous() for part, x in packed.to_dict().items()}
+            stored.update({f"{name}.{part}": x for part, x in parts.items()})
+            error = unpack_weight(packed, torch.float32) - value
+            row = value.square().mean(1).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+            relative = (error.norm() / value.norm().clamp(min=torch.finfo(torch.float32).tiny)).item()
+            worst = (error.abs().amax(1) / row).max().item()
+            yield PackedError(name, tuple(value.shape), relative, worst, sum(x.nbytes for x in parts.values()))
+        described = {key: value for key, value in info.items() if key not in ("crc32", "info_crc32")}
+        _write_weights(target, stored, described | {"packed_bits": bits, "config": asdict(info["config"])})
+
+
+def _projections(model: HybridLanguageModel) -> dict[str, Projection]:
+    """Every projection by its weight's name."""
+    return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Projection)}
+
+
+def _read_tensor(path: Path, file: Any, name: str, info: Mapping[str, Any]) -> Tensor:
+    value = file.get_tensor(name)
+    if _crc32(value) != info["crc32"][name]:
+        raise ValueError(f"{path}: {name} is damaged (its checksum differs); copy the file again")
+    return value
 
 
 def read_weights_info(path: Path) -> dict[str, Any]:

@@ -24,14 +24,17 @@ from triton.compiler import ASTSource
 
 import custom_kernels
 from custom_kernels import (
+    PackedINT8,
     fused_chunked_cross_entropy,
     fused_residual_sphere,
     fused_rmsnorm,
     fused_swiglu,
+    int8_weight_only_linear,
     l2_normalize,
     linear_product,
     matrix_product,
     newton_schulz_orthogonalize,
+    quantize_int8,
 )
 
 # ---------------------------------------------------------------------------
@@ -180,6 +183,38 @@ def test_r17_linear_product_row_does_not_depend_on_the_other_rows(device, dtype,
     loud = x.clone()
     loud[1:] = 1e4 * loud[1:].flip(0)
     assert torch.equal(linear_product(loud, weight)[0], single[0])
+
+
+@pytest.mark.parametrize("device, dtype", DENSE_CASES)
+@pytest.mark.parametrize("rows, n_in, n_out", [(1, 1, 1), (7, 1100, 63), (16, 128, 257), (112, 513, 40)])
+def test_8_bit_weights_multiply_as_what_they_stand_for(device, dtype, rows, n_in, n_out):
+    weight = dense_random(n_out, n_in, seed=21, device=device, dtype=dtype, scale=n_in**-0.5)
+    weight[0] = 0
+    weight[-1] *= 1e-30
+    packed = quantize_int8(weight)
+    assert (packed.codes.abs().amax() == 127 and not packed.codes[0].any()) or n_out == 1
+    values = packed.codes.double() * packed.scale.double()[:, None]
+    # half a step a row, whatever its size
+    assert ((values - weight.double()).abs().amax(1) <= 0.501 * packed.scale.double()).all()
+    x = dense_random(rows, n_in, seed=22, device=device, dtype=dtype)
+    got, truth = int8_weight_only_linear(x, packed), x.double() @ values.T
+    low = (x.to(dtype) @ packed.codes.to(dtype).T) * packed.scale.to(dtype)
+    if n_out > 1:
+        assert_close("8-bit product", got[:, 1:-1], truth[:, 1:-1], low[:, 1:-1], rms_bound=DENSE_BOUND[dtype])
+    assert not got[:, 0].any()
+    single = torch.cat([int8_weight_only_linear(x[r : r + 1], packed) for r in range(rows)])
+    assert torch.equal(got, single)
+    assert torch.equal(PackedINT8.from_dict(packed.to("cpu").to_dict()).codes, packed.codes.cpu())
+
+
+def test_8_bit_weights_refuse_what_does_not_fit():
+    packed = quantize_int8(torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"got x \(2, 5\) and weight \(3, 4\)"):
+        int8_weight_only_linear(torch.zeros(2, 5), packed)
+    with pytest.raises(ValueError, match="at most 128 rows"):
+        int8_weight_only_linear(torch.zeros(129, 4), packed)
+    with pytest.raises(ValueError, match=r"packed tensors must be int8 \(out, in\) and \(out,\), got codes \(3, 4\)"):
+        PackedINT8.from_dict({"codes": packed.codes, "scale": packed.scale[:2]})
 
 
 def test_linear_product_refuses_wrong_shapes():
@@ -792,9 +827,13 @@ def _dense_cases() -> list:
                 cases.append(("_matrix_product_kernel", types, constants | dict(BM=64, BN=64, BK=64), small))
         names = "R N K s_xr s_wn KS"
         for out in ("*fp32", pointer):
-            types = _dense_types(dict(p_x=pointer, p_w=pointer, p_out=out), names, div="N K s_xr s_wn KS", tag=dt)
-            constants = dict(s_xk=1, s_wk=1, BR=16, BN=64, BK=128 if dt == "bf16" else 64)
-            cases.append(("_skinny_product_kernel", types, constants, small))
+            for scaled in (False, True):
+                pointers = dict(p_x=pointer, p_w="*i8" if scaled else pointer, p_out=out)
+                pointers |= dict(p_scale="*fp32") if scaled else {}
+                types = _dense_types(pointers, names, div="N K s_xr s_wn KS", tag=dt)
+                constants = dict(s_xk=1, s_wk=1, SCALED=scaled, BR=16, BN=64, BK=128 if dt == "bf16" else 64)
+                constants |= {} if scaled else {"p_scale": None}
+                cases.append(("_skinny_product_kernel", types, constants, small))
         types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "R N", div="N", tag=dt)
         cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
         for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):

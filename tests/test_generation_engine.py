@@ -25,6 +25,7 @@ from generation_engine import (
 )
 from hybrid_model import DraftTree, HybridLanguageModel
 from model_config import GenerationConfig, PrecisionConfig, preset
+from train_engine import load_weights, quantize_weights, save_weights
 
 TINY = replace(
     preset("nano").model, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=104, num_query_heads=2, num_kv_heads=1,
@@ -883,3 +884,33 @@ def test_packed_weights_are_one_function_in_prefill_and_decoding():
         steps = _steps(model, ids, state)
     assert (steps - packed).abs().max() < 1e-4
     assert (packed - wide).norm() / wide.norm() > 1e-2, "nothing was quantised"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_file_is_the_model_packed_in_place(tmp_path, bits: int):
+    shape = replace(
+        TINY, hidden_dim=128, hypersphere_radius=11.314, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=32,
+        recurrent_heads=4, recurrent_key_dim=32, recurrent_value_dim=32,
+    )  # fmt: skip
+    model = HybridLanguageModel(shape, PrecisionConfig(precision="fp32"))
+    model.init_weights(0)
+    wide, packed = tmp_path / "wide.safetensors", tmp_path / "packed.safetensors"
+    config = replace(preset("nano"), model=shape, precision=PrecisionConfig(precision="fp32"))
+    save_weights(wide, dict(model.named_parameters()), config)
+    errors = list(quantize_weights(wide, packed, bits))
+    projections = [m for m in model.modules() if isinstance(m, Projection)]
+    assert len(errors) == len(projections) and all({4: 0.05, 8: 0.002}[bits] < e.relative < {4: 0.2, 8: 0.02}[bits]
+                                                   for e in errors)  # fmt: skip
+    assert packed.stat().st_size < {4: 0.3, 8: 0.4}[bits] * wide.stat().st_size
+    read, info = load_weights(packed)
+    assert info["packed_bits"] == bits
+    for projection in projections:
+        projection.pack(bits)
+    options = replace(SAMPLED, max_new_tokens=20, drafts=True)
+    assert _run(StreamingGenerationEngine(read, options)) == _run(StreamingGenerationEngine(model.eval(), options))
+    # a damaged code is seen
+    data = bytearray(packed.read_bytes())
+    data[-100] ^= 1
+    packed.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="is damaged"):
+        load_weights(packed)

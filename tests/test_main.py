@@ -23,7 +23,7 @@ import main
 from dataset_pipeline import open_tokens, write_tokens
 from hybrid_model import HybridLanguageModel
 from model_config import PRESETS, Config, preset
-from train_engine import DeviceFacts, read_run_config, save_weights
+from train_engine import DeviceFacts, read_run_config, read_weights_info, save_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 # no larger than what every rule of the configuration allows
@@ -648,6 +648,33 @@ def test_evaluate_on_a_split_and_on_choices(call, world, tmp_path):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
     code, out, err = call(*evaluate, "--choices", tmp_path / "q.jsonl")
     assert (code, err) == (0, "") and out.endswith("q.jsonl: 66.7% of 3 questions right\n")
+
+
+def test_quantize_writes_a_file_that_generates(call, world, tmp_path):
+    out = tmp_path / "q8.safetensors"
+    split = ["--data", world.data.with_suffix(".val.bin"), "--context", "256", "--device", "cpu"]
+    code, text, _ = call("quantize", "--weights", world.weights, "--out", out, *split)
+    assert code == 0 and out.stat().st_size < 0.6 * Path(world.weights).stat().st_size
+    rows = [line.split() for line in text.splitlines() if line.startswith("layers.")]
+    config = read_weights_info(world.weights)["config"].model
+    assert len(rows) == 3 * config.layers + 4 * config.layers, "four projections an operator, three a feed-forward"
+    assert all(0.001 < float(row[4].rstrip("%")) / 100 < 0.02 for row in rows)
+    before, after = map(float, re.search(r"^loss ([\d.]+) to ([\d.]+) ", text, re.M).groups())
+    assert abs(after - before) < 0.01
+    # as good as the printed loss when read again, and it speaks
+    again = call("evaluate", "--weights", out, *split).out
+    assert float(re.search(r"loss ([\d.]+),", again)[1]) == pytest.approx(after, abs=1e-4)
+    assert len(call(*_generate(world, "--prompt", "the mill"))[1]) > 20
+    made = call("generate", "--device", "cpu", "--weights", out, "--prompt", "the mill", "--max-new-tokens", "20")
+    assert made.code == 0 and "made tokens: 20" in made.err
+    for arguments, message in (
+        (["--weights", out, "--out", tmp_path / "x"], "holds 8-bit weights; give the file that training wrote"),
+        (["--weights", out, "--out", out], "--out must be another file than --weights"),
+        (["--weights", world.weights, "--out", tmp_path / "no/x"], "--out must lie in a folder that exists"),
+        (["--weights", world.weights, "--out", tmp_path / "x", "--bits", "4"], "4-bit weights need inputs in multip"),
+    ):
+        outcome = call("quantize", *arguments)
+        assert outcome.code == 2 and message in outcome.err and not (tmp_path / "x").exists()
 
 
 def test_validation_file_is_found_beside_data_of_any_suffix(call, world, tmp_path, monkeypatch):
