@@ -710,7 +710,8 @@ def quantize_weights(source: Path, target: Path, bits: int) -> Iterator[PackedEr
                 stored[name] = value
                 continue
             packed = pack_weight(value, bits)
-            parts = {part: x.contiguous() for part, x in packed.to_dict().items()}
+            # copies: the signs of a width are one tensor, which a file would refuse to hold under several names
+            parts = {part: x.clone() for part, x in packed.to_dict().items()}
             stored.update({f"{name}.{part}": x for part, x in parts.items()})
             error = unpack_weight(packed, torch.float32) - value
             row = value.square().mean(1).sqrt().clamp(min=torch.finfo(torch.float32).tiny)

@@ -671,7 +671,7 @@ def test_quantize_writes_a_file_that_generates(call, world, tmp_path):
         (["--weights", out, "--out", tmp_path / "x"], "holds 8-bit weights; give the file that training wrote"),
         (["--weights", out, "--out", out], "--out must be another file than --weights"),
         (["--weights", world.weights, "--out", tmp_path / "no/x"], "--out must lie in a folder that exists"),
-        (["--weights", world.weights, "--out", tmp_path / "x", "--bits", "4"], "4-bit weights need inputs in multip"),
+        (["--weights", world.weights, "--out", tmp_path / "x", "--bits", "4"], "4-bit weights need inputs in"),
     ):
         outcome = call("quantize", *arguments)
         assert outcome.code == 2 and message in outcome.err and not (tmp_path / "x").exists()
