@@ -1600,9 +1600,10 @@ _SCAN_LOG_FLOOR = -128.0
 # decays are summed as multiples of 1/1024 (exact in float32 to 16,384) plus a rest below 1/2048: after many tokens of
 # -80 a plain float32 cumulative sum is wrong by 1e-3, and so would be every later decay of the chunk
 _SCAN_COARSE = 1024.0
-# per chunk and head, seven float32 rows: coarse and fine sums up to the token (0, 1) and before it (2, 3); decay of the
-# entering state for the prediction (4) and the output (5); decay of the token's write to the end of the chunk (6)
-_SCAN_GATE_ROWS = 7
+# per chunk and head, eight float32 rows: coarse and fine sums up to the token (0, 1) and before it (2, 3); decay of the
+# entering state for the prediction (4) and the output (5); decay of the token's write to the end of the chunk (6); beta
+# (7), whose own elements lie H apart: one load for each, in each layout that a kernel needs it in
+_SCAN_GATE_ROWS = 8
 
 
 @_jit
@@ -1646,7 +1647,7 @@ def _scan_substitute(block_ptr, o_t):
         row = tl.where(o_c == i, 1.0, 0.0)
         for j in tl.static_range(0, i):
             row += tl.load(p_block + (16 * i + j)) * rows[j]
-        rows = (*rows, row)
+        rows = rows + (row,)  # noqa: RUF005 - the compiler knows no star in a tuple
     tl.debug_barrier()
     for i in tl.static_range(0, 16):
         tl.store(p_block + 16 * i + o_c, rows[i])
@@ -1721,7 +1722,14 @@ def _chunk_associative_scan_kernel(
     tl.store(p_gate + 4 * BT, tl.where(b_doc < 0, tl.exp(pre_coarse + pre_fine), 0.0))
     tl.store(p_gate + 5 * BT, tl.where(b_doc < 0, tl.exp(out_coarse + out_fine), 0.0))
     tl.store(p_gate + 6 * BT, to_end)
+    tl.store(p_gate + 7 * BT, b_beta)
 
+    # read back in the layout of the products, from the cache: what a running sum gave would pull both tiles of decays
+    # into its own layout, at 400 instructions a thread more
+    tl.debug_barrier()
+    out_coarse, out_fine = tl.load(p_gate), tl.load(p_gate + BT)
+    pre_coarse, pre_fine = tl.load(p_gate + 2 * BT), tl.load(p_gate + 3 * BT)
+    b_beta = tl.load(p_gate + 7 * BT)
     m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
     exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
     b_pair = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -1737,34 +1745,50 @@ def _chunk_associative_scan_kernel(
     _scan_store(inverse_ptr + i_chunk * (BT * BT), b_inverse, o_t, o_t, BT, BT, BT)
 
 
-@_jit_dynamic("T", "NC")
+@_jit_dynamic("T", "NC", "SEGMENTS", "LENGTH")
 def _chunk_scan_walk_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, pair_ptr, gate_ptr, initial_ptr, y_ptr, w_ptr, states_ptr, final_ptr,
-    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    q_ptr, k_ptr, v_ptr, inverse_ptr, pair_ptr, gate_ptr, initial_ptr, y_ptr, w_ptr, states_ptr, final_ptr, maps_ptr,
+    T, NC, H, SEGMENTS, LENGTH, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, KEEP: tl.constexpr, MAPS: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
-    """The chunks of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S), u = beta w,
-    y = out Q S + pair u, S <- carry S + K^T (to_end u). KEEP, for the backward pass: w and the state that enters each
-    chunk in place of y."""
+    """One segment (LENGTH chunks) of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S), u = beta w,
+    y = out Q S + pair u, S <- carry S + K^T (to_end u), from the state that enters the segment. KEEP, for the backward
+    pass: w and the state that enters each chunk in place of y. MAPS, before the entering states are known: each segment
+    but the last as S -> M S + E; E is what it leaves of no state (the first: of the row's), the columns of M what it
+    leaves of the identity's when nothing is written but what the prediction takes back."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_bh = tl.program_id(0).to(tl.int64) // NV
+    BLOCKS: tl.constexpr = NV + (K + BV - 1) // BV if MAPS else NV
+    walked = SEGMENTS - 1 if MAPS else SEGMENTS
+    i_v = tl.program_id(0) % BLOCKS
+    i_s = tl.program_id(0) // BLOCKS % walked
+    i_bh = (tl.program_id(0) // BLOCKS // walked).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
+    i_segment = i_bh * SEGMENTS + i_s
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    b_s = _scan_load(initial_ptr + i_bh * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
-    for i_c in range(0, NC):
+    n_v = V
+    if MAPS:
+        is_map = i_v >= NV
+        if is_map & (i_s == 0):
+            return  # the state that enters the row is known
+        o_v -= tl.where(is_map, NV * BV, 0)
+        n_v = tl.where(is_map, 0, V)
+        b_s = _scan_load(initial_ptr + i_bh * (K * V), o_k, o_v, V, K, tl.where(i_s == 0, n_v, 0))
+        b_s = tl.where(is_map & (o_k[:, None] == o_v[None, :]), 1.0, b_s)
+    else:
+        b_s = _scan_load(initial_ptr + i_segment * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
+    for i_c in range(i_s * LENGTH, tl.minimum(NC, (i_s + 1) * LENGTH)):
         n_t = T - i_c * BT
         i_chunk = i_bh * NC + i_c
         i_token = (i_b * T + i_c * BT) * H + i_h
         p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, n_v)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
-        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=o_t < n_t, other=0.0)
         pre_entry = tl.load(p_gate + 4 * BT)
         to_end = tl.load(p_gate + 6 * BT)
+        b_beta = tl.load(p_gate + 7 * BT)
         carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
         b_low = b_s.to(b_k.dtype)
         b_x = b_v.to(tl.float32) - pre_entry[:, None] * tl.dot(b_k, b_low, input_precision=PRECISION)  # (BT, BV)
@@ -1774,7 +1798,7 @@ def _chunk_scan_walk_kernel(
         if KEEP:
             _scan_store(states_ptr + i_chunk * (K * V), b_s, o_k, o_v, V, K, V)
             _scan_store(w_ptr + i_token * V, b_w, o_t, o_v, H * V, n_t, V)
-        else:
+        elif not MAPS:
             b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
             b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
             out_entry = tl.load(p_gate + 5 * BT)
@@ -1783,86 +1807,140 @@ def _chunk_scan_walk_kernel(
             _scan_store(y_ptr + i_token * V, b_y, o_t, o_v, H * V, n_t, V)
         b_write = (to_end[:, None] * b_u).to(b_k.dtype)
         b_s = carry * b_s + tl.dot(tl.trans(b_k), b_write, input_precision=PRECISION)
-    _scan_store(final_ptr + i_bh * (K * V), b_s, o_k, o_v, V, K, V)
+    if MAPS:
+        _scan_store(final_ptr + i_segment * (K * V), b_s, o_k, o_v, V, K, n_v)
+        _scan_store(maps_ptr + i_segment * (K * K), b_s, o_k, o_v, K, K, tl.where(is_map, K, 0))
+    elif not KEEP:
+        _scan_store(final_ptr + i_bh * (K * V), b_s, o_k, o_v, V, K, tl.where(i_s == SEGMENTS - 1, V, 0))
 
 
-@_jit_dynamic("T", "NC")
-def _chunk_scan_dstate_kernel(
-    q_ptr, k_ptr, beta_ptr, inverse_ptr, pair_ptr, gate_ptr, w_ptr, do_ptr, dfinal_ptr,
-    dv_ptr, dstates_ptr, dbeta_ptr, dend_ptr, dinitial_ptr,
-    T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+@_jit_dynamic("SEGMENTS")
+def _chunk_scan_carry_kernel(
+    start_ptr, maps_ptr, ends_ptr, carry_ptr,
+    SEGMENTS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of one head in reverse, BV value columns: du = pair^T do + to_end K dS, dv = (I - A)^-T (beta du),
-    dS <- carry dS + Q^T (out do) - K^T (pre dv). du stays in float32: with repeated keys the solve cancels most of it,
-    and a bf16 copy doubles the error of dv. Keeps dv, the dS that leaves each chunk, and this block's share of
-    du . w (for beta) and of to_end beta w . (K dS) (for the decays)."""
+    """The state that enters each segment, BV columns of one head: start, then E of the first (walked from start), then
+    M S + E. REVERSE: the gradient that leaves each segment, from the last one on, with M^T.
+
+    Exact float32 products: the state of a head that forgets nothing in 1,048,576 tokens passes through every one, and
+    what tf32 cuts off adds up. The operand is read back from what was stored: a program reads its own columns only."""
     NV: tl.constexpr = (V + BV - 1) // BV
+    BI: tl.constexpr = 16
     i_v = tl.program_id(0) % NV
     i_bh = tl.program_id(0).to(tl.int64) // NV
+    o_k = tl.arange(0, BK)
+    o_i = tl.arange(0, BI)
+    o_v = i_v * BV + tl.arange(0, BV)
+    b_s = _scan_load(start_ptr + i_bh * (K * V), o_k, o_v, V, K, V)
+    for i_step in range(0, SEGMENTS):
+        i_segment = i_bh * SEGMENTS + (SEGMENTS - 1 - i_step if REVERSE else i_step)
+        p_carry = carry_ptr + i_segment * (K * V)
+        _scan_store(p_carry, b_s, o_k, o_v, V, K, V)
+        tl.debug_barrier()
+        if i_step < SEGMENTS - 1:
+            b_s = _scan_load(ends_ptr + i_segment * (K * V), o_k, o_v, V, K, V)
+            if i_step > 0:
+                for i_k in range(0, K, BI):
+                    p_map = maps_ptr + i_segment * (K * K)
+                    m_map = (o_k[:, None] < K) & (i_k + o_i[None, :] < K)
+                    if REVERSE:
+                        p_map += (i_k + o_i)[None, :] * K + o_k[:, None]
+                    else:
+                        p_map += o_k[:, None] * K + i_k + o_i[None, :]
+                    b_m = tl.load(p_map, mask=m_map, other=0.0)
+                    b_c = _scan_load(p_carry, i_k + o_i, o_v, V, K, V)
+                    b_s += tl.dot(b_m, b_c, input_precision="ieee")
+
+
+@_jit_dynamic("T", "NC", "SEGMENTS", "LENGTH")
+def _chunk_scan_dstate_kernel(
+    q_ptr, k_ptr, inverse_ptr, pair_ptr, gate_ptr, w_ptr, do_ptr, dfinal_ptr,
+    dv_ptr, dstates_ptr, dbeta_ptr, dend_ptr, dinitial_ptr,
+    T, NC, H, SEGMENTS, LENGTH, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, MAPS: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """One segment of one head in reverse, BV value columns: du = pair^T do + to_end K dS, dv = (I - A)^-T (beta du),
+    dS <- carry dS + Q^T (out do) - K^T (pre dv). du stays in float32: with repeated keys the solve cancels most of it,
+    and a bf16 copy doubles the error of dv. Keeps dv, the dS that leaves each chunk, and this block's share of
+    du . w (for beta) and of to_end beta w . (K dS) (for the decays). MAPS, before the gradients that leave the segments
+    are known: what each but the first hands on of its own outputs (the last: and of the row's final state)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    walked = SEGMENTS - 1 if MAPS else SEGMENTS
+    i_v = tl.program_id(0) % NV
+    i_s = tl.program_id(0) // NV % walked
+    if MAPS:
+        i_s += 1
+    i_bh = (tl.program_id(0) // NV // walked).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
+    i_segment = i_bh * SEGMENTS + i_s
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    b_ds = _scan_load(dfinal_ptr + i_bh * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
-    for i_step in range(0, NC):
-        i_c = NC - 1 - i_step
+    if MAPS:
+        b_ds = _scan_load(dfinal_ptr + i_bh * (K * V), o_k, o_v, V, K, tl.where(i_s == SEGMENTS - 1, V, 0))
+    else:
+        b_ds = _scan_load(dfinal_ptr + i_segment * (K * V), o_k, o_v, V, K, V)  # (BK, BV) f32
+    last = tl.minimum(NC, (i_s + 1) * LENGTH) - 1
+    for i_step in range(0, last + 1 - i_s * LENGTH):
+        i_c = last - i_step
         n_t = T - i_c * BT
         i_chunk = i_bh * NC + i_c
         i_token = (i_b * T + i_c * BT) * H + i_h
-        m_t = o_t < n_t
         p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
-        _scan_store(dstates_ptr + i_chunk * (K * V), b_ds, o_k, o_v, V, K, V)
         b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
         b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
         b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
-        b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
         pre_entry = tl.load(p_gate + 4 * BT)
         out_entry = tl.load(p_gate + 5 * BT)
         to_end = tl.load(p_gate + 6 * BT)
+        b_beta = tl.load(p_gate + 7 * BT)
         carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
         b_kds = to_end[:, None] * tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
         b_du = b_kds + tl.dot(tl.trans(b_pair), b_do, input_precision=PRECISION)
-        p_share = (i_v * (tl.num_programs(0) // NV) + i_bh) * NC * BT + i_c * BT + o_t
-        tl.store(dbeta_ptr + p_share, tl.sum(b_du * b_w, axis=1))
-        tl.store(dend_ptr + p_share, b_beta * tl.sum(b_kds * b_w, axis=1))
         b_dw = b_beta[:, None] * b_du
         b_dv = b_dw + tl.dot(tl.trans(b_inverse), b_dw.to(b_k.dtype), input_precision=PRECISION)
-        _scan_store(dv_ptr + i_token * V, b_dv, o_t, o_v, H * V, n_t, V)
+        if not MAPS:
+            _scan_store(dstates_ptr + i_chunk * (K * V), b_ds, o_k, o_v, V, K, V)
+            _scan_store(dv_ptr + i_token * V, b_dv, o_t, o_v, H * V, n_t, V)
+            b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
+            p_share = (i_v * (tl.num_programs(0) // (NV * SEGMENTS)) + i_bh) * NC * BT + i_c * BT + o_t
+            tl.store(dbeta_ptr + p_share, tl.sum(b_du * b_w, axis=1))
+            tl.store(dend_ptr + p_share, b_beta * tl.sum(b_kds * b_w, axis=1))
         b_out = (out_entry[:, None] * b_do.to(tl.float32)).to(b_k.dtype)
         b_pre = (pre_entry[:, None] * b_dv).to(b_k.dtype)
-        b_gain = tl.dot(tl.trans(b_q), b_out, input_precision=PRECISION)
         b_loss = tl.dot(tl.trans(b_k), b_pre, input_precision=PRECISION)
-        b_ds = carry * b_ds + (b_gain - b_loss)
-    _scan_store(dinitial_ptr + i_bh * (K * V), b_ds, o_k, o_v, V, K, V)
+        # one product is subtracted: two sums would be chained in one accumulator
+        b_ds = carry * b_ds - b_loss
+        b_ds += tl.dot(tl.trans(b_q), b_out, input_precision=PRECISION)
+    if MAPS:
+        _scan_store(dinitial_ptr + i_segment * (K * V), b_ds, o_k, o_v, V, K, V)
+    else:
+        _scan_store(dinitial_ptr + i_bh * (K * V), b_ds, o_k, o_v, V, K, tl.where(i_s == 0, V, 0))
 
 
 @_jit
-def _scan_dgate(b_z_out, b_z_pre, out_entry, pre_entry, dend, dcarry, o_t):
+def _scan_dgate(b_z_out, b_z_pre, out_entry, pre_entry, dend, o_t, PRECISION: tl.constexpr):
     """Gradient of the log decays from the gradients of all exponents: m collects each pair j < m <= i (outputs) and
     j < m < i (predictions). Sums of terms, never differences of sums: a decay of -80 gets 0, not rounding noise."""
-    o_i = o_t[:, None]
-    o_m = o_t[None, :]
-    # column m - 1 of the running sums holds every write before m
-    span = tl.where(o_i > o_m, tl.cumsum(b_z_out, axis=1), 0.0)
-    span += tl.where(o_i > o_m + 1, tl.cumsum(b_z_pre, axis=1), 0.0)
-    span = tl.sum(span, axis=0)  # (BT,), belongs to the token after
-    b_dg = tl.where(o_i == o_m - 1, span[:, None], 0.0)
-    b_dg += tl.where(o_i >= o_m, out_entry[:, None], 0.0)
-    b_dg += tl.where(o_i > o_m, pre_entry[:, None], 0.0)
-    b_dg += tl.where(o_i < o_m, dend[:, None], 0.0)
-    return tl.sum(b_dg, axis=0) + dcarry
+    o_m = o_t[:, None]
+    o_i = o_t[None, :]
+    # product with ones: running sums over a tile's rows or columns are a chain of shuffles and barriers
+    b_dg = tl.dot((o_i >= o_m).to(tl.float32), b_z_out, input_precision=PRECISION)  # (m, j)
+    b_dg += tl.dot((o_i > o_m).to(tl.float32), b_z_pre, input_precision=PRECISION)
+    b_dg = tl.where(o_i < o_m, b_dg + dend[None, :], 0.0)
+    b_dg += tl.where(o_i >= o_m, out_entry[None, :], 0.0)
+    b_dg += tl.where(o_i > o_m, pre_entry[None, :], 0.0)
+    return tl.sum(b_dg, axis=1)
 
 
 @_jit_dynamic("T", "NC")
 def _chunk_scan_dinput_kernel(
-    q_ptr, k_ptr, beta_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr,
+    q_ptr, k_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr,
     dbeta_share_ptr, dend_ptr, dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
     T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
     """One chunk: with dP = do w^T, dA = dv w^T, D and E the decays of outputs and predictions, X = dA beta E,
     dQ = out do S^T + (dP beta D) K, dK = (dP beta D)^T Q - (X + X^T) K - pre dv S^T + to_end beta w dS^T;
@@ -1871,93 +1949,75 @@ def _chunk_scan_dinput_kernel(
     i_c, i_bh = i_chunk % NC, i_chunk // NC
     i_b, i_h = i_bh // H, i_bh % H
     o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, BK)
     n_t = T - i_c * BT
     i_token = (i_b * T + i_c * BT) * H + i_h
     m_t = o_t < n_t
     p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
-    b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)
+    b_dp = tl.zeros((BT, BT), tl.float32)
+    b_da = tl.zeros((BT, BT), tl.float32)
+    b_dq = tl.zeros((BT, BK), tl.float32)
+    b_dk = tl.zeros((BK, BT), tl.float32)
+    b_dk_end = tl.zeros((BK, BT), tl.float32)
+    dcarry = 0.0
+    # the only loop over what is as large as the state: each tile is read once
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
+        b_ds = _scan_load(dstates_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
+        b_dp += tl.dot(b_do, tl.trans(b_w), input_precision=PRECISION)
+        b_da += tl.dot(b_dv, tl.trans(b_w), input_precision=PRECISION)
+        b_dq += tl.dot(b_do, tl.trans(b_s), input_precision=PRECISION)
+        b_dk += tl.dot(b_s, tl.trans(b_dv), input_precision=PRECISION)
+        b_dk_end += tl.dot(b_ds, tl.trans(b_w), input_precision=PRECISION)
+        dcarry += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
+    dcarry *= tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+
+    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_beta = tl.load(p_gate + 7 * BT)
+    b_dq *= tl.load(p_gate + 5 * BT)[:, None]
+    b_dk *= -tl.load(p_gate + 4 * BT)[None, :]
+    z_out = tl.sum(b_dq * b_q.to(tl.float32), axis=1)
+    z_pre = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), axis=0)
+    b_dk += b_dk_end * (tl.load(p_gate + 6 * BT) * b_beta)[None, :]
+
     b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
     out_coarse = tl.load(p_gate)
     out_fine = tl.load(p_gate + BT)
-    b_dp = tl.zeros((BT, BT), tl.float32)
-    b_da = tl.zeros((BT, BT), tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-        b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-        b_dp += tl.dot(b_do, tl.trans(b_w), input_precision=PRECISION)
-        b_da += tl.dot(b_dv, tl.trans(b_w), input_precision=PRECISION)
-    b_qk = tl.zeros((BT, BT), tl.float32)
-    b_kk = tl.zeros((BT, BT), tl.float32)
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_qk += tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_kk += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-
     exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
     m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
     b_dp *= b_beta[None, :] * tl.exp(tl.where(m_out, exponent, float("-inf")))
-    b_z_out = b_dp * b_qk
+    b_z_out = b_dp * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     exponent = tl.load(p_gate + 2 * BT)[:, None] - out_coarse[None, :]
     exponent += tl.load(p_gate + 3 * BT)[:, None] - out_fine[None, :]
     m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
     b_da *= tl.exp(tl.where(m_pre, exponent, float("-inf")))
-    b_da_kk = b_da * b_kk
+    b_da_kk = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     b_dbeta = -tl.sum(b_da_kk, axis=0)
-    b_z_pre = -b_da_kk * b_beta[None, :]
-    b_x = b_da * b_beta[None, :]
-    b_x = (b_x + tl.trans(b_x)).to(q_ptr.dtype.element_ty)
-    b_dp = b_dp.to(q_ptr.dtype.element_ty)
-
-    pre_entry = tl.load(p_gate + 4 * BT)
-    out_entry = tl.load(p_gate + 5 * BT)
-    end_beta = tl.load(p_gate + 6 * BT) * b_beta
-    z_out = tl.zeros((BT,), tl.float32)
-    z_pre = tl.zeros((BT,), tl.float32)
-    dcarry = 0.0
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        b_dq = tl.zeros((BT, BK), tl.float32)
-        b_dk = tl.zeros((BK, BT), tl.float32)
-        b_dk_end = tl.zeros((BK, BT), tl.float32)
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-            b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-            b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
-            b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
-            b_ds = _scan_load(dstates_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
-            dcarry += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
-            b_dq += tl.dot(b_do, tl.trans(b_s), input_precision=PRECISION)
-            b_dk += tl.dot(b_s, tl.trans(b_dv), input_precision=PRECISION)
-            b_dk_end += tl.dot(b_ds, tl.trans(b_w), input_precision=PRECISION)
-        b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-        b_dq *= out_entry[:, None]
-        b_dk *= -pre_entry[None, :]
-        z_out += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
-        z_pre += tl.sum(b_dk * tl.trans(b_k).to(tl.float32), axis=0)
-        b_dq += tl.dot(b_dp, b_k, input_precision=PRECISION)
-        # gain - loss: a difference keeps the compiler from chaining both products in one accumulator
-        b_gain = tl.dot(tl.trans(b_q), b_dp, input_precision=PRECISION)
-        b_loss = tl.dot(tl.trans(b_k), b_x, input_precision=PRECISION)
-        b_dk += b_dk_end * end_beta[None, :] + (b_gain - b_loss)
-        _scan_store(dq_ptr + i_token * K, b_dq, o_t, o_k, H * K, n_t, K)
-        p_dk = dk_ptr + i_token * K + o_t[None, :] * (H * K) + o_k[:, None]
-        tl.store(p_dk, b_dk.to(dk_ptr.dtype.element_ty), mask=(o_k[:, None] < K) & m_t[None, :])
-    dcarry *= tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
-
     dend = tl.zeros((BT,), tl.float32)
     for i_share in range(0, SHARES):
         p_share = (i_share * (tl.num_programs(0) // NC) + i_bh) * NC * BT + i_c * BT + o_t
         b_dbeta += tl.load(dbeta_share_ptr + p_share)
         dend += tl.load(dend_ptr + p_share)
     tl.store(dbeta_ptr + i_token + o_t * H, b_dbeta, mask=m_t)
-    b_dg = _scan_dgate(b_z_out, b_z_pre, z_out, z_pre, dend, dcarry, o_t)
-    tl.store(dg_ptr + i_token + o_t * H, b_dg, mask=m_t)
+    b_dg = _scan_dgate(b_z_out, -b_da_kk * b_beta[None, :], z_out, z_pre, dend, o_t, MERGE)
+    tl.store(dg_ptr + i_token + o_t * H, b_dg + dcarry, mask=m_t)
+
+    b_dp = b_dp.to(b_q.dtype)
+    b_x = b_da * b_beta[None, :]
+    b_x = (b_x + tl.trans(b_x)).to(b_q.dtype)
+    b_dq += tl.dot(b_dp, b_k, input_precision=PRECISION)
+    # gain - loss: a difference keeps the compiler from chaining both products in one accumulator
+    b_gain = tl.dot(tl.trans(b_q), b_dp, input_precision=PRECISION)
+    b_loss = tl.dot(tl.trans(b_k), b_x, input_precision=PRECISION)
+    b_dk += b_gain - b_loss
+    _scan_store(dq_ptr + i_token * K, b_dq, o_t, o_k, H * K, n_t, K)
+    p_dk = dk_ptr + i_token * K + o_t[None, :] * (H * K) + o_k[:, None]
+    tl.store(p_dk, b_dk.to(dk_ptr.dtype.element_ty), mask=(o_k[:, None] < K) & m_t[None, :])
 
 
 def _scan_chunks(x: Tensor, chunk: int) -> Tensor:
@@ -2084,33 +2144,55 @@ def _scan_capability(x: Tensor) -> int:
     return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
 
 
+def _scan_segments(rows: int, chunks: int, multiprocessors: int) -> int:
+    """Segments that each of `rows` walks (sequences by heads) over `chunks` is cut into.
+
+    One where the rows are enough programs. Fewer rows: as many as keep the walk (S a row) and the maps (2 S - 3: the
+    first segment has no M, the last none at all) in one wave; 28 rows on 132 multiprocessors: 3, predicted 1.3 ms for
+    65,536 tokens against 2.0 ms uncut. A row of 1,048,576 tokens is cut to 512 chunks: many waves, so that two programs
+    share a multiprocessor and hide each other's latency. Below 16 chunks a segment costs more than it saves.
+    """
+    one_wave = min(multiprocessors // rows, (multiprocessors // rows + 3) // 2)
+    segments = one_wave if chunks <= 4096 else max(one_wave, chunks // 512)
+    return max(1, min(segments, chunks // 16))
+
+
 def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     """Tile sizes, warps and pipeline depth of every stage for this call."""
     B, T, H, K = x.shape
     V = v.shape[-1]
     low = x.dtype == torch.bfloat16
-    blackwell = _scan_capability(x) >= 10
+    hopper = low and _scan_capability(x) < 10
     # float32: 32 tokens, 16 columns, 8 warps, one buffer: exact products run on the plain units, from registers
     BT = min(chunk_size, 64 if low else 32)
-    BV = min(32 if low else 16, triton.next_power_of_2(V))
-    if low and not blackwell:
-        # a walk is bound by the latency of its chunks: one program a multiprocessor, as narrow as that leaves it
-        BV = triton.next_power_of_2(V)
-        while BV > 32 and 2 * B * H * triton.cdiv(V, BV) <= _multiprocessors(x):
-            BV //= 2
-    wide = dict(num_warps=8 if BV == 128 else 4, num_stages=2)
+    BK, widest = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BV = min(widest, 32 if low else 16)
+    chunks = triton.cdiv(T, BT)
+    segments = _scan_segments(B * H, chunks, _multiprocessors(x))
+    length = triton.cdiv(chunks, segments)
+    merge = "tf32" if low else "ieee"
     # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
-    narrow = dict(num_warps=2 if low else 8, num_stages=1)
+    narrow = dict(BV=BV, num_warps=2 if low else 8, num_stages=1)
+    # sm_90: a walk is bound by the latency of its chunks: all columns in one program of 8 warps where a multiprocessor
+    # has one program, two of 4 warps where it has more
+    half = dict(BV=min(widest, 64), num_warps=4)
+    whole = dict(BV=widest, num_warps=8 if widest == 128 else 4, num_stages=2)
     return SimpleNamespace(
-        NC=triton.cdiv(T, BT),
-        sizes=dict(K=K, V=V, BK=triton.next_power_of_2(K), BT=BT, PRECISION="ieee"),
-        merge="tf32" if low else "ieee",
-        entry=dict(num_warps=4 if low else 8, num_stages=1),
-        walk=dict(BV=BV, **(wide if low and not blackwell else narrow)),
+        NC=chunks,
+        segments=triton.cdiv(chunks, length),
+        length=length,
+        sizes=dict(K=K, V=V, BK=BK, BT=BT, PRECISION="ieee"),
+        merge=merge,
+        # 128 registers (88 bytes spilled) put four programs on a multiprocessor in place of two: substitution waits
+        entry=dict(num_warps=4, num_stages=1, maxnreg=128) if hopper else dict(num_warps=4 if low else 8, num_stages=1),
+        # two programs share 227 KB of shared memory: the walk's five tiles once (57 KB; twice are 132), the maps' three
+        # twice (74 KB)
+        walk=narrow if not hopper else half | dict(num_stages=1) if chunks > 4096 else whole,
+        maps=narrow if not hopper else half | dict(num_stages=2) if chunks > 4096 else whole,
+        carry=dict(BV=min(widest, 16), num_warps=4, num_stages=1),
         # back: three accumulators of the state's size
-        back=dict(BV=min(BV, 64), **(dict(num_warps=8, num_stages=2) if low and not blackwell else narrow)),
-        # blocks of the key dimension, for the only stage with three accumulators of its length
-        inputs=dict(BK=min(triton.next_power_of_2(K), 64 if low else 32), BV=min(BV, 64), num_warps=8, num_stages=1),
+        back=dict(BV=min(widest, 64), num_warps=8, num_stages=2) if hopper else narrow,
+        inputs=dict(BV=min(widest, 64) if hopper else BV, MERGE=merge, num_warps=8, num_stages=2 if hopper else 1),
     )
 
 
@@ -2128,48 +2210,74 @@ def _scan_entry(q, k, beta, log_gamma, doc_start, tiles):
     return inverse, pair, gates
 
 
-def _scan_walk(q, k, v, beta, initial_state, inverse, pair, gates, tiles, keep):
-    """Walk the chunks: (y, final_state), or what the backward pass reads, (w, states), if keep."""
+def _scan_walk(q, k, v, inverse, pair, gates, initial, y, w, states, final, maps, tiles, options):
+    """Walk the segments: outputs y, what the backward pass reads (w, states), or maps."""
     B, T, H, K = k.shape
-    V = v.shape[-1]
-    out = torch.empty_like(v)
-    states = k.new_empty(B, H, tiles.NC, K, V) if keep else None
-    final_state = torch.empty_like(initial_state)
-    _chunk_scan_walk_kernel[(triton.cdiv(V, tiles.walk["BV"]) * B * H,)](
-        q, k, v, beta, inverse, pair, gates, initial_state, None if keep else out, out if keep else None, states,
-        final_state, T, tiles.NC, H, KEEP=keep, **tiles.sizes, **tiles.walk,
+    blocks = triton.cdiv(v.shape[-1], options["BV"]) + (0 if maps is None else triton.cdiv(K, options["BV"]))
+    _chunk_scan_walk_kernel[(blocks * (tiles.segments - (maps is not None)) * B * H,)](
+        q, k, v, inverse, pair, gates, initial, y, w, states, final, maps,
+        T, tiles.NC, H, tiles.segments, tiles.length, KEEP=states is not None, MAPS=maps is not None,
+        **tiles.sizes, **options,
     )  # fmt: skip
-    return (out, states) if keep else (out, final_state)
+
+
+def _scan_carry(start, maps, ends, tiles, reverse):
+    """Compose the segments' maps in order: the state that enters each (its gradient that leaves it, in reverse)."""
+    carry = torch.empty_like(ends)
+    B, H, _, K, V = ends.shape
+    programs = triton.cdiv(V, tiles.carry["BV"]) * B * H
+    _chunk_scan_carry_kernel[(programs if tiles.segments > 1 else 0,)](
+        start, maps, ends, carry,
+        tiles.segments, K=K, V=V, BK=tiles.sizes["BK"], REVERSE=reverse, **tiles.carry,
+    )  # fmt: skip
+    return carry if tiles.segments > 1 else start
 
 
 def _chunk_associative_scan_fwd(q, k, v, beta, log_gamma, initial_state, doc_start, chunk_size):
+    """y, final state, and for the backward pass inverse, pair, gates, the states entering the segments, their maps."""
     tiles = _scan_tiles(q, v, chunk_size)
+    B, _, H, K = q.shape
+    V = v.shape[-1]
     entry = _scan_entry(q, k, beta, log_gamma, doc_start, tiles)
-    return *_scan_walk(q, k, v, beta, initial_state, *entry, tiles, False), entry
+    # a whole row has no maps, and launches them without a program: a longer one later then waits for no compiler
+    parts = tiles.segments if tiles.segments > 1 else 0
+    ends, maps = beta.new_empty(B, H, parts, K, V), beta.new_empty(B, H, parts, K, K)
+    _scan_walk(q, k, v, *entry, initial_state, None, None, None, ends, maps, tiles, tiles.maps)
+    entering = _scan_carry(initial_state, maps, ends, tiles, False)
+    y, final_state = torch.empty_like(v), torch.empty_like(initial_state)
+    _scan_walk(q, k, v, *entry, entering, y, None, None, final_state, None, tiles, tiles.walk)
+    return y, final_state, (*entry, entering, maps)
 
 
-def _chunk_associative_scan_bwd(q, k, v, beta, initial_state, doc_start, inverse, pair, gates, chunk_size, do, dfinal):
+def _chunk_associative_scan_bwd(q, k, v, doc_start, inverse, pair, gates, entering, maps, chunk_size, do, dfinal):
     B, T, H, K = q.shape
     V = v.shape[-1]
     tiles = _scan_tiles(q, v, chunk_size)
     NC, BT = tiles.NC, tiles.sizes["BT"]
     NV = triton.cdiv(V, tiles.back["BV"])
     # a chunk's state is as large as its inputs: walked again, not kept from the forward pass
-    w, states = _scan_walk(q, k, v, beta, initial_state, inverse, pair, gates, tiles, True)
-    dv = torch.empty_like(v)
-    dstates = k.new_empty(B, H, NC, K, V)
-    dinitial = torch.empty_like(initial_state)
+    w, states = torch.empty_like(v), k.new_empty(B, H, NC, K, V)
+    _scan_walk(q, k, v, inverse, pair, gates, entering, None, w, states, None, None, tiles, tiles.walk)
+    dv, dstates = torch.empty_like(v), torch.empty_like(states)
+    dinitial = torch.empty_like(dfinal)
     # one share per block of value columns: no float atomics
-    dbeta_shares = beta.new_empty(NV, B, H, NC * BT)
-    dend_shares = beta.new_empty(NV, B, H, NC * BT)
-    _chunk_scan_dstate_kernel[(NV * B * H,)](
-        q, k, beta, inverse, pair, gates, w, do, dfinal, dv, dstates, dbeta_shares, dend_shares, dinitial,
-        T, NC, H, **tiles.sizes, **tiles.back,
-    )  # fmt: skip
-    dq, dk, dbeta, dlog_gamma = (torch.empty_like(x) for x in (q, k, beta, beta))
+    dbeta_shares = gates.new_empty(NV, B, H, NC * BT)
+    dend_shares = torch.empty_like(dbeta_shares)
+
+    def walk_back(dleaving, dentering, programs, is_map):
+        _chunk_scan_dstate_kernel[(NV * programs * B * H,)](
+            q, k, inverse, pair, gates, w, do, dleaving, dv, dstates, dbeta_shares, dend_shares, dentering,
+            T, NC, H, tiles.segments, tiles.length, MAPS=is_map, **tiles.sizes, **tiles.back,
+        )  # fmt: skip
+
+    dends = gates.new_empty(B, H, maps.shape[2], K, V)
+    walk_back(dfinal, dends, tiles.segments - 1, True)
+    walk_back(_scan_carry(dfinal, maps, dends, tiles, True), dinitial, tiles.segments, False)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dbeta, dlog_gamma = gates.new_empty(B, T, H), gates.new_empty(B, T, H)
     _chunk_scan_dinput_kernel[(NC * B * H,)](
-        q, k, beta, doc_start, gates, w, states, do, dv, dstates, dbeta_shares, dend_shares, dq, dk, dbeta, dlog_gamma,
-        T, NC, H, SHARES=NV, **(tiles.sizes | tiles.inputs),
+        q, k, doc_start, gates, w, states, do, dv, dstates, dbeta_shares, dend_shares, dq, dk, dbeta, dlog_gamma,
+        T, NC, H, SHARES=NV, **tiles.sizes, **tiles.inputs,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dlog_gamma, dinitial
 
@@ -2182,9 +2290,10 @@ class _ChunkAssociativeScan(torch.autograd.Function):
         if not _uses_kernel(q):
             ctx.save_for_backward(*inputs)
             return _chunk_associative_scan_torch(*inputs, chunk_size)
-        # inverse, pair and gates are 0.3 of q, k and v together, and a fifth of the forward pass to make again
+        # inverse, pair and gates are 0.4 of q, k and v together (288 bytes a token and head in bf16), and half of the
+        # forward pass to make again; the segments' states and maps are 0.2 MB a segment and head
         y, final_state, entry = _chunk_associative_scan_fwd(*inputs, chunk_size)
-        ctx.save_for_backward(q, k, v, beta, initial_state, doc_start, *entry)
+        ctx.save_for_backward(q, k, v, doc_start, *entry)
         return y, final_state
 
     @staticmethod

@@ -141,7 +141,8 @@ def test_scan_matches_token_loop_float64(T, chunk_size):
         (2, 129, 2, 64, 128, 16),
         (2, 129, 2, 64, 128, 32),
         (2, 257, 2, 128, 128, 128),
-        (6, 130, 28, 128, 128, 128),  # enough heads for 64 value columns a program
+        (6, 130, 28, 128, 128, 128),  # enough heads to fill a GPU without segments
+        (1, 2600, 2, 128, 128, 128),  # two segments by the rule
     ],
 )
 def test_scan_kernel_shapes(B, T, H, K, V, chunk_size, dtype):
@@ -326,6 +327,61 @@ def test_scan_split_rows_carry_the_state(cut, device):
     for name, a, b in zip(SCAN_NAMES, parts, whole, strict=True):
         error = (a - b).norm() / b.norm()
         assert error < 2e-6, f"{name}: relative difference {error:.1e}"
+
+
+def scan_segments_parity(segments, device, dtype):
+    """The two-level form where the rule would not choose it: rows of 7 and 10 chunks in `segments` parts."""
+    kept = custom_kernels._scan_segments
+    custom_kernels._scan_segments = lambda rows, chunks, multiprocessors: min(segments, chunks)
+    try:
+        # documents that start within a segment, at its first token (48 for 3 segments), and never after the first one
+        doc = _scan_doc(106, [-3, 5, 48, 77], [-2])
+        slow = dict(dtype=dtype, device=device, decays=(0.0, -0.01, -0.1))
+        _scan_parity(2, 106, 1, 32, 48, doc=doc, chunk_size=16, **slow)
+        _scan_parity(1, 150, 2, 16, 16, doc=_scan_doc(150, [-3]), chunk_size=16, **slow)
+    finally:
+        custom_kernels._scan_segments = kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("segments", [2, 3, 5])
+def test_scan_in_segments(segments, dtype):
+    scan_segments_parity(segments, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_scan_segments_change_no_bit_of_the_next_document(dtype, monkeypatch):
+    monkeypatch.setattr(custom_kernels, "_scan_segments", lambda rows, chunks, multiprocessors: min(3, chunks))
+    test_scan_edit_of_one_document_changes_no_bit_of_the_next("cuda", dtype)
+
+
+@pytest.mark.parametrize(
+    "rows, chunks, segments",
+    [
+        (112, 128, 1),  # 4 x 8,192
+        (56, 128, 2),
+        (28, 1024, 3),  # 1 x 65,536
+        (28, 16384, 32),  # 1 x 1,048,576
+        (1, 1, 1),
+        (1, 40, 2),
+        (1, 16384, 67),
+        (500, 16384, 32),
+        (500, 4096, 1),
+    ],
+)
+def test_scan_segment_rule(rows, chunks, segments):
+    assert custom_kernels._scan_segments(rows, chunks, 132) == segments
+
+
+@pytest.mark.parametrize("T", [1, 1000, 4097, 65_536, 262_145, 1_048_576])
+def test_scan_segments_cover_the_row(T):
+    """Every segment has chunks, and the last one ends the row."""
+    pytest.importorskip("triton")
+    x = torch.empty(1, 1, 1, 1).expand(1, T, 28, 128)
+    tiles = custom_kernels._scan_tiles(x, x, 128)
+    assert (tiles.segments - 1) * tiles.length < tiles.NC <= tiles.segments * tiles.length
 
 
 def test_scan_equals_decay_first_rule():
@@ -595,6 +651,9 @@ def test_scan_interpreter_smoke():
         "t._scan_parity(2, 37, 1, 16, 48, doc=t._scan_random_doc(2, 37), chunk_size=16)\n"
         "t._scan_parity(1, 70, 2, 32, 16, doc=t._scan_doc(70, [-2, 31, 33, 64]))\n"
         "t.test_scan_edit_of_one_document_changes_no_bit_of_the_next('cpu', torch.float32)\n"
+        "t.scan_segments_parity(3, 'cpu', torch.float32)\n"
+        "t.custom_kernels._scan_segments = lambda rows, chunks, multiprocessors: min(3, chunks)\n"
+        "t.test_scan_edit_of_one_document_changes_no_bit_of_the_next('cpu', torch.float32)\n"
         "t.test_step_matches_reference(t.SCAN_TREE, 48, 80, 'cpu', torch.float32)\n"
         "t.test_step_bits_depend_on_the_path_alone('cpu', torch.float32)\n"
         "t.test_commit_matches_reference_and_single_steps('cpu', torch.float32)\n"
@@ -608,44 +667,51 @@ def test_scan_interpreter_smoke():
 
 SCAN_FLOAT_POINTERS = (
     "beta_ptr g_ptr gate_ptr initial_ptr final_ptr dfinal_ptr dbeta_ptr dend_ptr dinitial_ptr dbeta_share_ptr dg_ptr "
-    "state_ptr block_ptr"
+    "state_ptr block_ptr maps_ptr start_ptr ends_ptr carry_ptr"
 ).split()
 SCAN_INT_POINTERS = "doc_ptr parents_ptr path_ptr".split()
 
 
 def _scan_compile_cases():
-    """(kernel, bf16 or f32, heads, D): many heads make 128 value columns in bf16, one head 32; walk+ keeps states."""
-    stages = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel+", "_chunk_scan_dstate_kernel")
-    stages += ("_chunk_scan_dinput_kernel",)
-    for kernel in ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel"):
-        yield from ((kernel, kind, 28, 128) for kind in ("bf16", "f32"))
-    for kernel in stages:
-        yield from ((kernel, kind, heads, 128) for kind, heads in (("bf16", 112), ("bf16", 1), ("f32", 28)))
+    """(kernel and form, bf16 or f32, T, D): rows of 1,048,576 tokens take other tiles in bf16, narrow heads too."""
+    entry = ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel")
+    walks = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel KEEP", "_chunk_scan_walk_kernel MAPS")
+    back = ("_chunk_scan_dstate_kernel", "_chunk_scan_dstate_kernel MAPS", "_chunk_scan_dinput_kernel")
+    carry = ("_chunk_scan_carry_kernel", "_chunk_scan_carry_kernel REVERSE")
+    for kind in ("bf16", "f32"):
+        yield from ((kernel, kind, 64, 128) for kernel in (*entry, *walks, *back))
+    yield from ((kernel, "f32", 64, 128) for kernel in carry)
+    yield from ((kernel, "bf16", 2**20, 128) for kernel in walks)
+    yield from ((kernel, "bf16", 64, 48) for kernel in (walks[0], back[0], back[2]))
 
 
 COMPILE_CASES = list(_scan_compile_cases())
 
 
-def _scan_compile_arguments(kernel, kind, heads, D):
+def _scan_compile_arguments(kernel, kind, T, D):
     """Constants and options exactly as the launchers pick them."""
+    kernel, _, form = kernel.partition(" ")
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     if "delta_rule" in kernel:
         return dict(K=D, V=D, BK=D, BV=custom_kernels._STEP_BLOCK_V), dict(num_warps=4)
-    x = torch.zeros(1, 1, heads, 1, dtype=dtype).expand(1, 64, heads, D)
+    x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(1, T, 28, D)
     tiles = custom_kernels._scan_tiles(x, x, 128)
+    sizes, flags = tiles.sizes | dict(ROWS=custom_kernels._SCAN_GATE_ROWS), {}
     if kernel == "_chunk_associative_scan_kernel":
-        constants = dict(K=D, BK=D, BT=tiles.sizes["BT"], PRECISION="ieee", MERGE=tiles.merge)
-        constants |= dict(FLOOR=custom_kernels._SCAN_LOG_FLOOR, COARSE=custom_kernels._SCAN_COARSE)
+        flags = dict(FLOOR=custom_kernels._SCAN_LOG_FLOOR, COARSE=custom_kernels._SCAN_COARSE, MERGE=tiles.merge)
+        sizes = {name: value for name, value in sizes.items() if name != "V"}
         options = tiles.entry
     elif "walk" in kernel:
-        constants, options = tiles.sizes | tiles.walk | dict(KEEP=kernel.endswith("+")), tiles.walk
+        flags = dict(KEEP=form == "KEEP", MAPS=form == "MAPS")
+        options = tiles.maps if form == "MAPS" else tiles.walk
+    elif "carry" in kernel:
+        sizes, flags, options = dict(K=D, V=D, BK=sizes["BK"]), dict(REVERSE=form == "REVERSE"), tiles.carry
     elif "dstate" in kernel:
-        constants, options = tiles.sizes | tiles.back, tiles.back
+        flags, options = dict(MAPS=form == "MAPS"), tiles.back
     else:
-        constants, options = tiles.sizes | tiles.inputs | dict(SHARES=D // tiles.back["BV"]), tiles.inputs
-    options = {name: options[name] for name in ("num_warps", "num_stages")}
-    constants = {name: value for name, value in constants.items() if name not in options}
-    return constants | dict(ROWS=custom_kernels._SCAN_GATE_ROWS), options
+        flags, options = dict(SHARES=-(-D // tiles.back["BV"])), tiles.inputs
+    launch = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
+    return sizes | flags | {name: value for name, value in options.items() if name not in launch}, launch
 
 
 @pytest.mark.parametrize("arch", [90, 100, 103])
@@ -658,7 +724,7 @@ def test_scan_kernels_compile(case, arch, monkeypatch):
     kernel, kind, *_ = case
     monkeypatch.setattr(custom_kernels, "_scan_capability", lambda x: arch // 10)
     constants, options = _scan_compile_arguments(*case)
-    fn = getattr(custom_kernels, kernel.rstrip("+"))
+    fn = getattr(custom_kernels, kernel.split()[0])
     signature, aligned = {}, {}
     for i, name in enumerate(fn.arg_names):
         signature[name] = "constexpr" if name in constants else "i32"

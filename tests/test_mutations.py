@@ -70,9 +70,10 @@ TRAINING, GENERATION = "train_engine.py", "generation_engine.py"
 
 _TORCH_GATES = "    gates = _scan_torch_gates(log_gamma, doc_start, chunk_size)\n    q, k, v, beta, do = ("
 _FORGOTTEN = "torch.full_like(doc_start, -1)"
-_LOAD_BETA = "b_beta = tl.load(beta_ptr + i_token + o_t * H, mask={}, other=0.0)"
+_LOAD_BETA = "b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)"
 _NARROW = ".to(tl.bfloat16).to(tl.float32)"
 _M_OUT = "    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])\n    b_dp *= "
+_M_PAIR = _M_OUT.replace("b_dp *= ", "exponent = (out_coarse")
 _M_PRE = "    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])\n    b_da *= "
 _NEAR_KEY = "_attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)"
 _NEAR_QUERY = "_attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, 0)"
@@ -82,7 +83,7 @@ MUTANTS = [
     mutant(SIGN, "matrix of a chunk", "cpu", KERNELS, "scan",
            ("a = -(k @ k.mT) * beta", "a = (k @ k.mT) * beta")),
     mutant(SIGN, "matrix of a chunk", "triton", KERNELS, "scan",
-           ("b_a *= -b_beta[None, :]", "b_a *= b_beta[None, :]")),
+           ("b_a *= -b_beta[None, :] * tl.exp(", "b_a *= b_beta[None, :] * tl.exp(")),
 
     mutant(INDEX, "pairs of a chunk", "cpu", KERNELS, "scan",
            ("pre_pair=pairwise(pre_coarse, pre_fine,", "pre_pair=pairwise(out_coarse, out_fine,")),
@@ -105,13 +106,18 @@ MUTANTS = [
 
     mutant(RESET, "scan", "cpu", KERNELS, "scan",
            (_TORCH_GATES, _TORCH_GATES.replace("doc_start", _FORGOTTEN))),
-    mutant(RESET, "scan, every stage", "triton", KERNELS, "scan",
-           ("    NC, BT = tiles.NC, tiles.sizes[\"BT\"]\n    NV =",
-            f"    NC, BT, doc_start = tiles.NC, tiles.sizes[\"BT\"], {_FORGOTTEN}\n    NV =")),
+    mutant(RESET, "scan, gradients of the inputs", "triton", KERNELS, "scan",
+           ("q, k, doc_start, gates, w,", f"q, k, {_FORGOTTEN}, gates, w,")),
+    mutant(RESET, "scan, pairs kept for the writes", "triton", KERNELS, "scan",
+           (_M_PAIR, "    m_out = o_t[None, :] <= o_t[:, None]\n    exponent = (out_coarse")),
     mutant(RESET, "scan, outputs", "triton", KERNELS, "scan",
            (_M_OUT, "    m_out = o_t[None, :] <= o_t[:, None]\n    b_dp *= ")),
     mutant(RESET, "scan, predictions", "triton", KERNELS, "scan",
            (_M_PRE, "    m_pre = o_t[None, :] < o_t[:, None]\n    b_da *= ")),
+    mutant(RESET, "scan, map of a segment", "triton", KERNELS, "scan_segments",
+           ("carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        b_low",
+            "carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        if MAPS:\n"
+            "            carry = 0.5 + 0.5 * carry\n        b_low")),
     mutant(RESET, "attention, keys", "triton", KERNELS, "attention",
            (_NEAR_KEY, _NEAR_KEY.replace("b_ds[None, :] + P", "b_ds[None, :] * 0"))),
     mutant(RESET, "attention, queries", "triton", KERNELS, "attention",
@@ -125,6 +131,10 @@ MUTANTS = [
 
     mutant(INITIAL, "scan", "cpu", KERNELS, "scan",
            ("return *grads, dstate.unflatten(0, m.shape[:2])", "return *grads, torch.zeros_like(initial_state)")),
+    mutant(INITIAL, "scan, from one segment's end to the next", "triton", KERNELS, "scan_segments",
+           ("b_s += tl.dot(b_m, b_c,", "b_s += 0 * tl.dot(b_m, b_c,")),
+    mutant(INITIAL, "scan, map of a segment not transposed", "triton", KERNELS, "scan_segments",
+           ("p_map += (i_k + o_i)[None, :] * K + o_k[:, None]", "p_map += o_k[:, None] * K + i_k + o_i[None, :]")),
     mutant(INITIAL, "scan", "triton", KERNELS, "scan",
            ("_scan_store(dinitial_ptr + i_bh * (K * V), b_ds,",
             "_scan_store(dinitial_ptr + i_bh * (K * V), b_ds * 0,")),
@@ -157,7 +167,7 @@ MUTANTS = [
            ("x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, tail))",
             "x = F.pad(x[:, : x.shape[1] // chunk * chunk], (0, 0) * (x.ndim - 2) + (0, tail + x.shape[1] % chunk))")),
     mutant(PARTIAL, "scan", "triton", KERNELS, "scan",
-           ("NC=triton.cdiv(T, BT),", "NC=T // BT,")),
+           ("chunks = triton.cdiv(T, BT)", "chunks = T // BT")),
     mutant(PARTIAL, "cross entropy", "cpu", KERNELS, "cross_entropy",
            (_BLOCKS + "h = ", _BLOCKS.replace("range(0, N, rows)", "range(0, N - rows + 1, rows)") + "h = ")),
     mutant(PARTIAL, "cross entropy", "triton", KERNELS, "cross_entropy",
@@ -174,8 +184,8 @@ MUTANTS = [
     mutant(SCALED, "scan decay gradient", "cpu", KERNELS, "scan",
            ("dlog_gamma = F.pad(span[..., :-1], (1, 0))", f"dlog_gamma = F.pad({SCALE} * span[..., :-1], (1, 0))")),
     mutant(SCALED, "scan decay gradient", "triton", KERNELS, "scan",
-           ("b_dg = tl.where(o_i == o_m - 1, span[:, None], 0.0)",
-            f"b_dg = tl.where(o_i == o_m - 1, {SCALE} * span[:, None], 0.0)")),
+           ("b_dg = tl.where(o_i < o_m, b_dg + dend[None, :], 0.0)",
+            f"b_dg = tl.where(o_i < o_m, {SCALE} * b_dg + dend[None, :], 0.0)")),
     mutant(SCALED, "attention scores", "cpu", KERNELS, "attention",
            ("weight = (scores * scale).masked_fill(", f"weight = (scores * ({SCALE} * scale)).masked_fill(")),
     mutant(SCALED, "attention scores", "triton", KERNELS, "attention",
@@ -219,8 +229,7 @@ MUTANTS = [
            ("q, k, v, beta = (_scan_chunks(x, chunk_size) for x in (q, k, v, beta))",
             "q, k, v, beta = (_scan_chunks(x, chunk_size) for x in (q, k, v, beta.bfloat16().to(beta.dtype)))")),
     mutant(ROUNDED, "scan", "triton", KERNELS, "scan",
-           (_LOAD_BETA.format("m_t"), _LOAD_BETA.format("m_t") + _NARROW, 3),
-           (_LOAD_BETA.format("o_t < n_t"), _LOAD_BETA.format("o_t < n_t") + _NARROW)),
+           (_LOAD_BETA, _LOAD_BETA + _NARROW)),
     mutant(ROUNDED, "scan, backward only", "cpu", KERNELS, "scan",
            ("for x in (q, k, v, beta, do))", "for x in (q, k, v, beta.bfloat16().to(beta.dtype), do))")),
     mutant(ROUNDED, "one step", "cpu", KERNELS, "step",
@@ -352,6 +361,12 @@ def check_scan(device: str, dtype: torch.dtype) -> None:
         t._scan_parity(2, 129, 2, 64, 128, dtype=dtype, device=device, doc=doc, chunk_size=32)
         if dtype == torch.float32:
             t._scan_parity(2, 150, 2, 16, 16, doc=t._scan_doc(150, [-3], [0, 75]), **slow)
+
+
+def check_scan_segments(device: str, dtype: torch.dtype) -> None:
+    import test_custom_kernels_scan as t
+
+    t.scan_segments_parity(3, device, dtype)
 
 
 def check_step(device: str, dtype: torch.dtype) -> None:
