@@ -1,0 +1,178 @@
+"""Choose among tiles of the recurrent scan on the machine at hand: each candidate is checked, then timed.
+
+    python tests/benchmarks/tune_scan.py [--only walk back] [--seconds 140]
+
+A candidate replaces entries of the table that custom_kernels._scan_tiles returns (columns x warps x stages), or the
+counts of segments. Checks: outputs, final state and every gradient against the float64 token loop, with documents, to
+the bounds of tests/test_custom_kernels_scan.py, whole and in three segments; 20 runs that repeat bit for bit. Then one
+row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens (b), of forward at 1 x 1,048,576 (c),
+28 heads of 128 in bf16; below the base, its ms by kernel and its peak memory. Last, one JSON line. Without a GPU the
+same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
+
+Predicted for one H200, from instructions a chunk, occupancy and bytes, before any run (ms):
+    a: entry 0.25, walk 0.35, forward 0.65; walk that keeps states 0.30, back 0.45, inputs 1.2, both ways 2.7
+    b: entry 0.5, maps 0.5, walk 0.8, forward 1.9; both ways 7.0 and 6.9 GB; forward uncut 2.9
+    c: entry 8, maps 9, walk 7, forward 24: 0.87 of the throughput of a
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+import test_custom_kernels_scan as tests  # noqa: E402
+
+import custom_kernels  # noqa: E402
+
+H, D, DTYPE, DEVICE = (28, 128, torch.bfloat16, "cuda") if CUDA else (2, 16, torch.float32, "cpu")
+SHAPES = dict(a=(4, 8192), b=(1, 65_536), c=(1, 1_048_576)) if CUDA else dict(a=(2, 40), b=(1, 70), c=(1, 100))
+CANDIDATES = {
+    "walk": ("64x4x1", "64x4x2", "64x8x2", "32x4x2", "128x8x1", "128x8x2"),
+    "maps": ("64x4x1", "64x4x2", "128x8x2"),
+    "segments": ("1x16", "2x24", "4x48", "8x66"),  # of b and c
+    "back": ("64x4x1", "64x4x2", "64x8x1", "32x4x2"),
+    "inputs": ("64x8x1", "32x8x2"),
+    "entry": ("168",),  # registers
+}
+_TILES, _RUN = custom_kernels._scan_tiles, tests._scan_run
+LOOPS: dict[torch.dtype, list[torch.Tensor]] = {}
+
+
+def replaced(stage: str, numbers: tuple[int, ...]):
+    """custom_kernels._scan_tiles with the candidate's entries."""
+    keys = ("maxnreg",) if stage == "entry" else ("BV", "num_warps", "num_stages")
+    values = {} if stage in ("base", "segments") else {stage: dict(zip(keys, numbers, strict=True))}
+
+    def tiles(*arguments):
+        out = vars(_TILES(*arguments))
+        return SimpleNamespace(**out | {name: out[name] | new for name, new in values.items()})
+
+    return mock.patch.object(custom_kernels, "_scan_tiles", tiles)
+
+
+def in_segments(count: int | None):
+    """Cut every row in `count` segments; None leaves the rule."""
+    rule = custom_kernels._scan_segments if count is None else lambda rows, chunks, processors: min(count, chunks)
+    return mock.patch.object(custom_kernels, "_scan_segments", rule)
+
+
+def remembered(fn, inputs, upstream, *, dtype, device="cpu", doc=None, **options):
+    """tests._scan_run, but the token loop runs once for all candidates."""
+    if fn is not tests.scan_reference:
+        return _RUN(fn, inputs, upstream, dtype=dtype, device=device, doc=doc, **options)
+    if dtype not in LOOPS:
+        LOOPS[dtype] = _RUN(fn, inputs, upstream, dtype=dtype, doc=doc)
+    return LOOPS[dtype]
+
+
+def make(B: int, T: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    gen = torch.Generator(device=DEVICE).manual_seed(0)
+    q, k, v, do = (torch.randn(B, T, H, D, device=DEVICE, dtype=DTYPE, generator=gen) for _ in range(4))
+    beta = torch.rand(B, T, H, device=DEVICE, generator=gen)
+    log_gamma = -0.693 / 2.0 ** torch.linspace(3, 20, H, device=DEVICE) * (0.5 + beta)
+    leaves = custom_kernels.l2_normalize(q), custom_kernels.l2_normalize(k), v, beta, log_gamma
+    return [x.detach().requires_grad_() for x in leaves], do
+
+
+def forward(leaves, do) -> torch.Tensor:
+    with torch.no_grad():
+        return custom_kernels.chunk_associative_scan(*leaves)[0]
+
+
+def both(leaves, do) -> tuple[torch.Tensor, ...]:
+    y, final = custom_kernels.chunk_associative_scan(*leaves)
+    return y, final, *torch.autograd.grad((y, final), leaves, (do, torch.ones_like(final)))
+
+
+def check() -> None:
+    """Parity, whole and in segments; then 20 more runs of both directions, bit by bit."""
+    B, T, heads, data = (2, 257, 2, make(2, 300)) if CUDA else (2, 40, 1, make(2, 40))
+    doc = tests._scan_random_doc(B, T, seed=T)
+    for count in (1, 3):
+        with in_segments(count), mock.patch.object(tests, "_scan_run", remembered):
+            tests._scan_parity(B, T, heads, D, D, dtype=DTYPE, device=DEVICE, doc=doc)
+            first = both(*data)
+            for _ in range(20 if CUDA else 1):
+                assert all(map(torch.equal, both(*data), first)), "two runs differ"
+
+
+def milliseconds(call, *arguments) -> float:
+    """Median of seven calls after two that warm up; 0 without a GPU, where it is called once."""
+    times = []
+    for _ in range(9 if CUDA else 0):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        call(*arguments)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    if not CUDA:
+        call(*arguments)
+    return statistics.median(times[2:] or [0.0])
+
+
+def measure(data: dict, segments: dict[str, int]) -> dict[str, float]:
+    row = {}
+    for name, (leaves, do) in data.items():
+        with in_segments(segments.get(name)):
+            row[f"{name} forward"] = milliseconds(forward, leaves, do)
+            if name != "c":
+                row[f"{name} both"] = milliseconds(both, leaves, do)
+    return row
+
+
+def facts(data: dict) -> dict[str, object]:
+    """Milliseconds of each kernel, and the GB that a call needs, its inputs included."""
+    out = {}
+    for name, arguments in data.items():
+        others = torch.cuda.memory_allocated() - sum(x.nbytes for x in (*arguments[0], arguments[1]))
+        torch.cuda.reset_peak_memory_stats()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            (forward if name == "c" else both)(*arguments)
+            torch.cuda.synchronize()
+        out[name] = {e.key: round(e.device_time_total / 1e3, 3) for e in profile.key_averages() if "scan" in e.key}
+        out[name]["GB"] = round((torch.cuda.max_memory_allocated() - others) / 1e9, 2)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, default=[*CANDIDATES], help="stages, beside base")
+    parser.add_argument("--seconds", type=float, default=140, help="start no candidate later than this")
+    options = parser.parse_args()
+    started, results = time.perf_counter(), {}
+    data = {name: make(*shape) for name, shape in SHAPES.items()}
+    for stage, numbers in [("base", "0"), *((stage, n) for stage in options.only for n in CANDIDATES[stage])]:
+        name, counts = f"{stage} {numbers}", tuple(map(int, numbers.split("x")))
+        if time.perf_counter() - started > options.seconds:
+            continue
+        try:
+            with replaced(stage, counts):
+                check()
+                results[name] = measure(data, dict(zip("bc", counts, strict=True)) if stage == "segments" else {})
+            print(f"{name:<16}" + "  ".join(f"{key} {value:.3f}" for key, value in results[name].items()), flush=True)
+            if stage == "base" and CUDA:
+                results["facts"] = facts(data)
+                print(json.dumps(results["facts"], indent=1), flush=True)
+        except Exception as error:  # a candidate that is wrong or does not fit must not end the run
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            results.setdefault(name, text)
+            print(f"{name:<16}{text}", flush=True)
+    device = torch.cuda.get_device_name() if CUDA else "interpreter"
+    print(json.dumps(dict(device=device, seconds=time.perf_counter() - started, shapes=SHAPES, results=results)))
+
+
+if __name__ == "__main__":
+    main()
