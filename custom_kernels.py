@@ -1627,6 +1627,19 @@ def _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT: tl.constexpr):
 
 
 @_jit
+def _scan_decays(p_gate, b_doc, o_t, BT: tl.constexpr):
+    """Decays between a chunk's tokens: E_ij = prod_{m=j+1}^{i-1} gamma_m of the prediction for doc_start_i <= j < i,
+    D_ij = gamma_i E_ij of the output, 1 for j = i; zero elsewhere. One exponential serves both."""
+    out_coarse, out_fine = tl.load(p_gate), tl.load(p_gate + BT)
+    pre_coarse, pre_fine = tl.load(p_gate + 2 * BT), tl.load(p_gate + 3 * BT)
+    o_i, o_j = o_t[:, None], o_t[None, :]
+    exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])
+    b_e = tl.exp(tl.where((o_j < o_i) & (o_j >= b_doc[:, None]), exponent, float("-inf")))
+    gamma = tl.exp((out_coarse - pre_coarse) + (out_fine - pre_fine))
+    return tl.where(o_i == o_j, 1.0, gamma[:, None] * b_e), b_e
+
+
+@_jit
 def _scan_restart(start_a, coarse_a, fine_a, start_b, coarse_b, fine_b):
     """Running sums that begin anew where start is 1: what associative_scan folds two neighbouring spans with."""
     again = start_b != 0
@@ -1724,22 +1737,14 @@ def _chunk_associative_scan_kernel(
     tl.store(p_gate + 6 * BT, to_end)
     tl.store(p_gate + 7 * BT, b_beta)
 
-    # read back in the layout of the products, from the cache: what a running sum gave would pull both tiles of decays
-    # into its own layout, at 400 instructions a thread more
+    # the decays are read back, from the cache, in the layout of the products: running sums would pull both tiles of
+    # pairs into their own layout, at 500 instructions a thread more
     tl.debug_barrier()
-    out_coarse, out_fine = tl.load(p_gate), tl.load(p_gate + BT)
-    pre_coarse, pre_fine = tl.load(p_gate + 2 * BT), tl.load(p_gate + 3 * BT)
-    b_beta = tl.load(p_gate + 7 * BT)
-    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
-    b_pair = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_pair *= tl.exp(tl.where(m_out, exponent, float("-inf")))
+    b_d, b_e = _scan_decays(p_gate, b_doc, o_t, BT)
+    b_pair = b_d * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     _scan_store(pair_ptr + i_chunk * (BT * BT), b_pair, o_t, o_t, BT, BT, BT)
-
-    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_a *= -b_beta[None, :] * tl.exp(tl.where(m_pre, exponent, float("-inf")))
+    b_a *= -tl.load(p_gate + 7 * BT)[None, :] * b_e
     b_inverse = _scan_lower_inverse(b_a, block_ptr + i_chunk * (BT * 16), BT, MERGE)
     b_inverse = tl.where(o_t[:, None] > o_t[None, :], b_inverse, 0.0)
     _scan_store(inverse_ptr + i_chunk * (BT * BT), b_inverse, o_t, o_t, BT, BT, BT)
@@ -1985,17 +1990,10 @@ def _chunk_scan_dinput_kernel(
     z_pre = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), axis=0)
     b_dk += b_dk_end * (tl.load(p_gate + 6 * BT) * b_beta)[None, :]
 
-    b_doc = _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT)
-    out_coarse = tl.load(p_gate)
-    out_fine = tl.load(p_gate + BT)
-    exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])
-    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    b_dp *= b_beta[None, :] * tl.exp(tl.where(m_out, exponent, float("-inf")))
+    b_d, b_e = _scan_decays(p_gate, _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT), o_t, BT)
+    b_dp *= b_beta[None, :] * b_d
     b_z_out = b_dp * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    exponent = tl.load(p_gate + 2 * BT)[:, None] - out_coarse[None, :]
-    exponent += tl.load(p_gate + 3 * BT)[:, None] - out_fine[None, :]
-    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])
-    b_da *= tl.exp(tl.where(m_pre, exponent, float("-inf")))
+    b_da *= b_e
     b_da_kk = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
     b_dbeta = -tl.sum(b_da_kk, axis=0)
     dend = tl.zeros((BT,), tl.float32)
@@ -2148,9 +2146,9 @@ def _scan_segments(rows: int, chunks: int, multiprocessors: int) -> int:
     """Segments that each of `rows` walks (sequences by heads) over `chunks` is cut into.
 
     One where the rows are enough programs. Fewer rows: as many as keep the walk (S a row) and the maps (2 S - 3: the
-    first segment has no M, the last none at all) in one wave; 28 rows on 132 multiprocessors: 3, predicted 1.3 ms for
-    65,536 tokens against 2.0 ms uncut. A row of 1,048,576 tokens is cut to 512 chunks: many waves, so that two programs
-    share a multiprocessor and hide each other's latency. Below 16 chunks a segment costs more than it saves.
+    first segment has no M, the last none at all) in one wave of two programs a row, two a multiprocessor; 28 rows on
+    132: 3, predicted 1.2 ms for 65,536 tokens against 1.9 ms uncut. A row of 1,048,576 tokens is cut to 512 chunks, for
+    many waves of which none is nearly empty. Below 16 chunks a segment costs more than it saves.
     """
     one_wave = min(multiprocessors // rows, (multiprocessors // rows + 3) // 2)
     segments = one_wave if chunks <= 4096 else max(one_wave, chunks // 512)
@@ -2173,10 +2171,11 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     merge = "tf32" if low else "ieee"
     # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
     narrow = dict(BV=BV, num_warps=2 if low else 8, num_stages=1)
-    # sm_90: a walk is bound by the latency of its chunks: all columns in one program of 8 warps where a multiprocessor
-    # has one program, two of 4 warps where it has more
-    half = dict(BV=min(widest, 64), num_warps=4)
-    whole = dict(BV=widest, num_warps=8 if widest == 128 else 4, num_stages=2)
+    # sm_90: four warps, since the compiler gives all of eight the same 64 rows, and each product is made twice; 64
+    # columns in 255 registers, so that two programs share a multiprocessor and its 227 KB of shared memory. Both hold a
+    # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (57 and 74 KB)
+    ahead = dict(BV=min(widest, 64), num_warps=4, num_stages=2) if hopper else narrow
+    at_once = dict(BV=min(widest, 64), num_warps=4, num_stages=1) if hopper else narrow
     return SimpleNamespace(
         NC=chunks,
         segments=triton.cdiv(chunks, length),
@@ -2185,13 +2184,10 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
         merge=merge,
         # 128 registers (88 bytes spilled) put four programs on a multiprocessor in place of two: substitution waits
         entry=dict(num_warps=4, num_stages=1, maxnreg=128) if hopper else dict(num_warps=4 if low else 8, num_stages=1),
-        # two programs share 227 KB of shared memory: the walk's five tiles once (57 KB; twice are 132), the maps' three
-        # twice (74 KB)
-        walk=narrow if not hopper else half | dict(num_stages=1) if chunks > 4096 else whole,
-        maps=narrow if not hopper else half | dict(num_stages=2) if chunks > 4096 else whole,
+        outputs=at_once,
+        states=ahead,
+        back=at_once,
         carry=dict(BV=min(widest, 16), num_warps=4, num_stages=1),
-        # back: three accumulators of the state's size
-        back=dict(BV=min(widest, 64), num_warps=8, num_stages=2) if hopper else narrow,
         inputs=dict(BV=min(widest, 64) if hopper else BV, MERGE=merge, num_warps=8, num_stages=2 if hopper else 1),
     )
 
@@ -2242,10 +2238,10 @@ def _chunk_associative_scan_fwd(q, k, v, beta, log_gamma, initial_state, doc_sta
     # a whole row has no maps, and launches them without a program: a longer one later then waits for no compiler
     parts = tiles.segments if tiles.segments > 1 else 0
     ends, maps = beta.new_empty(B, H, parts, K, V), beta.new_empty(B, H, parts, K, K)
-    _scan_walk(q, k, v, *entry, initial_state, None, None, None, ends, maps, tiles, tiles.maps)
+    _scan_walk(q, k, v, *entry, initial_state, None, None, None, ends, maps, tiles, tiles.states)
     entering = _scan_carry(initial_state, maps, ends, tiles, False)
     y, final_state = torch.empty_like(v), torch.empty_like(initial_state)
-    _scan_walk(q, k, v, *entry, entering, y, None, None, final_state, None, tiles, tiles.walk)
+    _scan_walk(q, k, v, *entry, entering, y, None, None, final_state, None, tiles, tiles.outputs)
     return y, final_state, (*entry, entering, maps)
 
 
@@ -2257,7 +2253,7 @@ def _chunk_associative_scan_bwd(q, k, v, doc_start, inverse, pair, gates, enteri
     NV = triton.cdiv(V, tiles.back["BV"])
     # a chunk's state is as large as its inputs: walked again, not kept from the forward pass
     w, states = torch.empty_like(v), k.new_empty(B, H, NC, K, V)
-    _scan_walk(q, k, v, inverse, pair, gates, entering, None, w, states, None, None, tiles, tiles.walk)
+    _scan_walk(q, k, v, inverse, pair, gates, entering, None, w, states, None, None, tiles, tiles.states)
     dv, dstates = torch.empty_like(v), torch.empty_like(states)
     dinitial = torch.empty_like(dfinal)
     # one share per block of value columns: no float atomics

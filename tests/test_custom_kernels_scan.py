@@ -673,28 +673,27 @@ SCAN_INT_POINTERS = "doc_ptr parents_ptr path_ptr".split()
 
 
 def _scan_compile_cases():
-    """(kernel and form, bf16 or f32, T, D): rows of 1,048,576 tokens take other tiles in bf16, narrow heads too."""
+    """(kernel and form, bf16 or f32, D): narrow heads take other tiles in bf16."""
     entry = ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel")
     walks = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel KEEP", "_chunk_scan_walk_kernel MAPS")
     back = ("_chunk_scan_dstate_kernel", "_chunk_scan_dstate_kernel MAPS", "_chunk_scan_dinput_kernel")
     carry = ("_chunk_scan_carry_kernel", "_chunk_scan_carry_kernel REVERSE")
     for kind in ("bf16", "f32"):
-        yield from ((kernel, kind, 64, 128) for kernel in (*entry, *walks, *back))
-    yield from ((kernel, "f32", 64, 128) for kernel in carry)
-    yield from ((kernel, "bf16", 2**20, 128) for kernel in walks)
-    yield from ((kernel, "bf16", 64, 48) for kernel in (walks[0], back[0], back[2]))
+        yield from ((kernel, kind, 128) for kernel in (*entry, *walks, *back))
+    yield from ((kernel, "f32", 128) for kernel in carry)
+    yield from ((kernel, "bf16", 48) for kernel in (walks[0], back[0], back[2]))
 
 
 COMPILE_CASES = list(_scan_compile_cases())
 
 
-def _scan_compile_arguments(kernel, kind, T, D):
+def _scan_compile_arguments(kernel, kind, D):
     """Constants and options exactly as the launchers pick them."""
     kernel, _, form = kernel.partition(" ")
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     if "delta_rule" in kernel:
         return dict(K=D, V=D, BK=D, BV=custom_kernels._STEP_BLOCK_V), dict(num_warps=4)
-    x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(1, T, 28, D)
+    x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(1, 64, 28, D)
     tiles = custom_kernels._scan_tiles(x, x, 128)
     sizes, flags = tiles.sizes | dict(ROWS=custom_kernels._SCAN_GATE_ROWS), {}
     if kernel == "_chunk_associative_scan_kernel":
@@ -703,7 +702,7 @@ def _scan_compile_arguments(kernel, kind, T, D):
         options = tiles.entry
     elif "walk" in kernel:
         flags = dict(KEEP=form == "KEEP", MAPS=form == "MAPS")
-        options = tiles.maps if form == "MAPS" else tiles.walk
+        options = tiles.states if form else tiles.outputs
     elif "carry" in kernel:
         sizes, flags, options = dict(K=D, V=D, BK=sizes["BK"]), dict(REVERSE=form == "REVERSE"), tiles.carry
     elif "dstate" in kernel:

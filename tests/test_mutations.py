@@ -72,9 +72,7 @@ _TORCH_GATES = "    gates = _scan_torch_gates(log_gamma, doc_start, chunk_size)\
 _FORGOTTEN = "torch.full_like(doc_start, -1)"
 _LOAD_BETA = "b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)"
 _NARROW = ".to(tl.bfloat16).to(tl.float32)"
-_M_OUT = "    m_out = (o_t[None, :] <= o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])\n    b_dp *= "
-_M_PAIR = _M_OUT.replace("b_dp *= ", "exponent = (out_coarse")
-_M_PRE = "    m_pre = (o_t[None, :] < o_t[:, None]) & (o_t[None, :] >= b_doc[:, None])\n    b_da *= "
+_M_PRE = "(o_j < o_i) & (o_j >= b_doc[:, None])"
 _NEAR_KEY = "_attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)"
 _NEAR_QUERY = "_attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, 0)"
 _BLOCKS = "    for first in range(0, N, rows):\n        block = slice(first, min(first + rows, N))\n        "
@@ -83,15 +81,15 @@ MUTANTS = [
     mutant(SIGN, "matrix of a chunk", "cpu", KERNELS, "scan",
            ("a = -(k @ k.mT) * beta", "a = (k @ k.mT) * beta")),
     mutant(SIGN, "matrix of a chunk", "triton", KERNELS, "scan",
-           ("b_a *= -b_beta[None, :] * tl.exp(", "b_a *= b_beta[None, :] * tl.exp(")),
+           ("b_a *= -tl.load(p_gate + 7 * BT)", "b_a *= tl.load(p_gate + 7 * BT)")),
 
     mutant(INDEX, "pairs of a chunk", "cpu", KERNELS, "scan",
            ("pre_pair=pairwise(pre_coarse, pre_fine,", "pre_pair=pairwise(out_coarse, out_fine,")),
     mutant(INDEX, "pairs of a chunk", "triton", KERNELS, "scan",
            ("exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])",
-            "exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])"),
-           ("tl.store(p_gate + 2 * BT, pre_coarse)", "tl.store(p_gate + 2 * BT, out_coarse)"),
-           ("tl.store(p_gate + 3 * BT, pre_fine)", "tl.store(p_gate + 3 * BT, out_fine)")),
+            "exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])")),
+    mutant(INDEX, "decay of the output", "triton", KERNELS, "scan",
+           ("tl.where(o_i == o_j, 1.0, gamma[:, None] * b_e)", "tl.where(o_i == o_j, 1.0, b_e)")),
     mutant(INDEX, "entering state", "cpu", KERNELS, "scan",
            ("pre_entry=torch.where(enters, (pre_coarse + pre_fine).exp(), 0.0)", "pre_entry=out_entry")),
     mutant(INDEX, "entering state", "triton", KERNELS, "scan",
@@ -108,12 +106,7 @@ MUTANTS = [
            (_TORCH_GATES, _TORCH_GATES.replace("doc_start", _FORGOTTEN))),
     mutant(RESET, "scan, gradients of the inputs", "triton", KERNELS, "scan",
            ("q, k, doc_start, gates, w,", f"q, k, {_FORGOTTEN}, gates, w,")),
-    mutant(RESET, "scan, pairs kept for the writes", "triton", KERNELS, "scan",
-           (_M_PAIR, "    m_out = o_t[None, :] <= o_t[:, None]\n    exponent = (out_coarse")),
-    mutant(RESET, "scan, outputs", "triton", KERNELS, "scan",
-           (_M_OUT, "    m_out = o_t[None, :] <= o_t[:, None]\n    b_dp *= ")),
-    mutant(RESET, "scan, predictions", "triton", KERNELS, "scan",
-           (_M_PRE, "    m_pre = o_t[None, :] < o_t[:, None]\n    b_da *= ")),
+    mutant(RESET, "scan, pairs of a chunk", "triton", KERNELS, "scan", (_M_PRE, "o_j < o_i")),
     mutant(RESET, "scan, map of a segment", "triton", KERNELS, "scan_segments",
            ("carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        b_low",
             "carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        if MAPS:\n"

@@ -1,6 +1,6 @@
 """Choose among tiles of the recurrent scan on the machine at hand: each candidate is checked, then timed.
 
-    python tests/benchmarks/tune_scan.py [--only walk back] [--seconds 140]
+    python tests/benchmarks/tune_scan.py [--only outputs back] [--seconds 140]
 
 A candidate replaces entries of the table that custom_kernels._scan_tiles returns (columns x warps x stages), or the
 counts of segments. Checks: outputs, final state and every gradient against the float64 token loop, with documents, to
@@ -39,10 +39,10 @@ import custom_kernels  # noqa: E402
 H, D, DTYPE, DEVICE = (28, 128, torch.bfloat16, "cuda") if CUDA else (2, 16, torch.float32, "cpu")
 SHAPES = dict(a=(4, 8192), b=(1, 65_536), c=(1, 1_048_576)) if CUDA else dict(a=(2, 40), b=(1, 70), c=(1, 100))
 CANDIDATES = {
-    "walk": ("64x4x1", "64x4x2", "64x8x2", "32x4x2", "128x8x1", "128x8x2"),
-    "maps": ("64x4x1", "64x4x2", "128x8x2"),
+    "outputs": ("64x4x2", "64x8x1", "32x4x1", "32x4x2", "128x8x1", "128x8x2"),
+    "states": ("64x4x1", "64x8x2", "32x4x2", "128x8x2"),
     "segments": ("1x16", "2x24", "4x48", "8x66"),  # of b and c
-    "back": ("64x4x1", "64x4x2", "64x8x1", "32x4x2"),
+    "back": ("64x4x2", "64x8x1", "64x8x2", "32x4x2"),
     "inputs": ("64x8x1", "32x8x2"),
     "entry": ("168",),  # registers
 }
@@ -154,7 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     started, results = time.perf_counter(), {}
     data = {name: make(*shape) for name, shape in SHAPES.items()}
-    for stage, numbers in [("base", "0"), *((stage, n) for stage in options.only for n in CANDIDATES[stage])]:
+    chosen = [("base", "0"), *((stage, numbers) for stage in options.only for numbers in CANDIDATES[stage])]
+    for stage, numbers in chosen:
         name, counts = f"{stage} {numbers}", tuple(map(int, numbers.split("x")))
         if time.perf_counter() - started > options.seconds:
             continue
