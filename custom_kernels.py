@@ -1926,14 +1926,16 @@ def _chunk_scan_dstate_kernel(
 
 
 @_jit
-def _scan_dgate(b_z_out, b_z_pre, out_entry, pre_entry, dend, o_t, PRECISION: tl.constexpr):
-    """Gradient of the log decays from the gradients of all exponents: m collects each pair j < m <= i (outputs) and
-    j < m < i (predictions). Sums of terms, never differences of sums: a decay of -80 gets 0, not rounding noise."""
+def _scan_dgate(b_gain, b_loss, out_entry, pre_entry, dend, o_t, PRECISION: tl.constexpr):
+    """Gradient of the log decays from the gradients of all exponents: m collects each pair j < m <= i (outputs, gain)
+    and j < m < i (predictions, loss). Sums of terms, never differences of a row's sums: a decay of -80 gets 0, not
+    rounding noise."""
     o_m = o_t[:, None]
     o_i = o_t[None, :]
     # product with ones: running sums over a tile's rows or columns are a chain of shuffles and barriers
-    b_dg = tl.dot((o_i >= o_m).to(tl.float32), b_z_out, input_precision=PRECISION)  # (m, j)
-    b_dg += tl.dot((o_i > o_m).to(tl.float32), b_z_pre, input_precision=PRECISION)
+    # (tf32 cuts 3e-4 of the result, emulated); subtracted, since two sums would be chained in one accumulator
+    b_dg = tl.dot((o_i >= o_m).to(tl.float32), b_gain, input_precision=PRECISION)  # (m, j)
+    b_dg -= tl.dot((o_i > o_m).to(tl.float32), b_loss, input_precision=PRECISION)
     b_dg = tl.where(o_i < o_m, b_dg + dend[None, :], 0.0)
     b_dg += tl.where(o_i >= o_m, out_entry[None, :], 0.0)
     b_dg += tl.where(o_i > o_m, pre_entry[None, :], 0.0)
@@ -2002,7 +2004,7 @@ def _chunk_scan_dinput_kernel(
         b_dbeta += tl.load(dbeta_share_ptr + p_share)
         dend += tl.load(dend_ptr + p_share)
     tl.store(dbeta_ptr + i_token + o_t * H, b_dbeta, mask=m_t)
-    b_dg = _scan_dgate(b_z_out, -b_da_kk * b_beta[None, :], z_out, z_pre, dend, o_t, MERGE)
+    b_dg = _scan_dgate(b_z_out, b_da_kk * b_beta[None, :], z_out, z_pre, dend, o_t, MERGE)
     tl.store(dg_ptr + i_token + o_t * H, b_dg + dcarry, mask=m_t)
 
     b_dp = b_dp.to(b_q.dtype)
@@ -2188,7 +2190,8 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
         states=ahead,
         back=at_once,
         carry=dict(BV=min(widest, 16), num_warps=4, num_stages=1),
-        inputs=dict(BV=min(widest, 64) if hopper else BV, MERGE=merge, num_warps=8, num_stages=2 if hopper else 1),
+        # the tiles of both halves of the columns are on their way before the first product: 139 KB
+        inputs=dict(BV=min(widest, 64) if hopper else BV, MERGE=merge, num_warps=8, num_stages=3 if hopper else 1),
     )
 
 

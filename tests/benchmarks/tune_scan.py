@@ -9,10 +9,10 @@ row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens
 28 heads of 128 in bf16; below the base, its ms by kernel and its peak memory. Last, one JSON line. Without a GPU the
 same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
 
-Predicted for one H200, from instructions a chunk, occupancy and bytes, before any run (ms):
-    a: entry 0.25, walk 0.35, forward 0.65; walk that keeps states 0.30, back 0.45, inputs 1.2, both ways 2.7
-    b: entry 0.5, maps 0.5, walk 0.8, forward 1.9; both ways 7.0 and 6.9 GB; forward uncut 2.9
-    c: entry 8, maps 9, walk 7, forward 24: 0.87 of the throughput of a
+Predicted for one H200 before any run, from instructions a chunk at 0.7 an issue slot and clock, occupancy, bytes (ms):
+    a: entry 0.25, outputs 0.27, forward 0.55; states 0.25, back 0.45, inputs 1.0, both directions 2.3
+    b: entry 0.5, maps 0.55, outputs 0.65, forward 1.7; both 6.2, 6.9 GB; one segment: forward 2.4
+    c: entry 8, maps 11, outputs 7, forward 26: 0.68 of the throughput of a, the maps being what a has not
 """
 
 import argparse
@@ -43,7 +43,7 @@ CANDIDATES = {
     "states": ("64x4x1", "64x8x2", "32x4x2", "128x8x2"),
     "segments": ("1x16", "2x24", "4x48", "8x66"),  # of b and c
     "back": ("64x4x2", "64x8x1", "64x8x2", "32x4x2"),
-    "inputs": ("64x8x1", "32x8x2"),
+    "inputs": ("64x8x1", "64x8x2", "32x8x3"),
     "entry": ("168",),  # registers
 }
 _TILES, _RUN = custom_kernels._scan_tiles, tests._scan_run
