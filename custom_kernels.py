@@ -1859,16 +1859,15 @@ def _chunk_scan_carry_kernel(
 
 @_jit_dynamic("T", "NC", "SEGMENTS", "LENGTH")
 def _chunk_scan_dstate_kernel(
-    q_ptr, k_ptr, inverse_ptr, pair_ptr, gate_ptr, w_ptr, do_ptr, dfinal_ptr,
-    dv_ptr, dstates_ptr, dbeta_ptr, dend_ptr, dinitial_ptr,
+    q_ptr, k_ptr, inverse_ptr, pair_ptr, gate_ptr, do_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dinitial_ptr,
     T, NC, H, SEGMENTS, LENGTH, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr, MAPS: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
     """One segment of one head in reverse, BV value columns: du = pair^T do + to_end K dS, dv = (I - A)^-T (beta du),
     dS <- carry dS + Q^T (out do) - K^T (pre dv). du stays in float32: with repeated keys the solve cancels most of it,
-    and a bf16 copy doubles the error of dv. Keeps dv, the dS that leaves each chunk, and this block's share of
-    du . w (for beta) and of to_end beta w . (K dS) (for the decays). MAPS, before the gradients that leave the segments
-    are known: what each but the first hands on of its own outputs (the last: and of the row's final state)."""
+    and a bf16 copy doubles the error of dv. Keeps dv and the dS that leaves each chunk. MAPS, before the gradients that
+    leave the segments are known: what each but the first hands on of its own outputs (the last: and of the row's final
+    state)."""
     NV: tl.constexpr = (V + BV - 1) // BV
     walked = SEGMENTS - 1 if MAPS else SEGMENTS
     i_v = tl.program_id(0) % NV
@@ -1902,17 +1901,13 @@ def _chunk_scan_dstate_kernel(
         to_end = tl.load(p_gate + 6 * BT)
         b_beta = tl.load(p_gate + 7 * BT)
         carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
-        b_kds = to_end[:, None] * tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
-        b_du = b_kds + tl.dot(tl.trans(b_pair), b_do, input_precision=PRECISION)
+        b_du = to_end[:, None] * tl.dot(b_k, b_ds.to(b_k.dtype), input_precision=PRECISION)  # (BT, BV)
+        b_du += tl.dot(tl.trans(b_pair), b_do, input_precision=PRECISION)
         b_dw = b_beta[:, None] * b_du
         b_dv = b_dw + tl.dot(tl.trans(b_inverse), b_dw.to(b_k.dtype), input_precision=PRECISION)
         if not MAPS:
             _scan_store(dstates_ptr + i_chunk * (K * V), b_ds, o_k, o_v, V, K, V)
             _scan_store(dv_ptr + i_token * V, b_dv, o_t, o_v, H * V, n_t, V)
-            b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V).to(tl.float32)
-            p_share = (i_v * (tl.num_programs(0) // (NV * SEGMENTS)) + i_bh) * NC * BT + i_c * BT + o_t
-            tl.store(dbeta_ptr + p_share, tl.sum(b_du * b_w, axis=1))
-            tl.store(dend_ptr + p_share, b_beta * tl.sum(b_kds * b_w, axis=1))
         b_out = (out_entry[:, None] * b_do.to(tl.float32)).to(b_k.dtype)
         b_pre = (pre_entry[:, None] * b_dv).to(b_k.dtype)
         b_loss = tl.dot(tl.trans(b_k), b_pre, input_precision=PRECISION)
@@ -1944,14 +1939,14 @@ def _scan_dgate(b_gain, b_loss, out_entry, pre_entry, dend, o_t, PRECISION: tl.c
 
 @_jit_dynamic("T", "NC")
 def _chunk_scan_dinput_kernel(
-    q_ptr, k_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr,
-    dbeta_share_ptr, dend_ptr, dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
+    q_ptr, k_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr, dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
     T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
     """One chunk: with dP = do w^T, dA = dv w^T, D and E the decays of outputs and predictions, X = dA beta E,
     dQ = out do S^T + (dP beta D) K, dK = (dP beta D)^T Q - (X + X^T) K - pre dv S^T + to_end beta w dS^T;
-    dK is built as dK^T, whose products need no transposed accumulator on the left."""
+    dK is built as dK^T, whose products need no transposed accumulator on the left. beta_j collects what the write u_j
+    gets, the terms of dP and to_end k . (dS w), and the column of A."""
     i_chunk = tl.program_id(0).to(tl.int64)
     i_c, i_bh = i_chunk % NC, i_chunk // NC
     i_b, i_h = i_bh // H, i_bh % H
@@ -1985,29 +1980,28 @@ def _chunk_scan_dinput_kernel(
 
     b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
     b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-    b_beta = tl.load(p_gate + 7 * BT)
-    b_dq *= tl.load(p_gate + 5 * BT)[:, None]
-    b_dk *= -tl.load(p_gate + 4 * BT)[None, :]
-    z_out = tl.sum(b_dq * b_q.to(tl.float32), axis=1)
-    z_pre = tl.sum(b_dk * tl.trans(b_k).to(tl.float32), axis=0)
-    b_dk += b_dk_end * (tl.load(p_gate + 6 * BT) * b_beta)[None, :]
+    # decays and beta after the sums, where they are one number a token
+    b_kt = tl.trans(b_k).to(tl.float32)
+    pre_entry, out_entry = tl.load(p_gate + 4 * BT), tl.load(p_gate + 5 * BT)
+    to_end, b_beta = tl.load(p_gate + 6 * BT), tl.load(p_gate + 7 * BT)
+    z_end = to_end * tl.sum(b_dk_end * b_kt, axis=0)
+    z_pre = -pre_entry * tl.sum(b_dk * b_kt, axis=0)
+    z_out = out_entry * tl.sum(b_dq * b_q.to(tl.float32), axis=1)
+    b_dk = (to_end * b_beta)[None, :] * b_dk_end - pre_entry[None, :] * b_dk
+    b_dq *= out_entry[:, None]
 
     b_d, b_e = _scan_decays(p_gate, _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT), o_t, BT)
-    b_dp *= b_beta[None, :] * b_d
-    b_z_out = b_dp * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_dp *= b_d
     b_da *= b_e
-    b_da_kk = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_dbeta = -tl.sum(b_da_kk, axis=0)
-    dend = tl.zeros((BT,), tl.float32)
-    for i_share in range(0, SHARES):
-        p_share = (i_share * (tl.num_programs(0) // NC) + i_bh) * NC * BT + i_c * BT + o_t
-        b_dbeta += tl.load(dbeta_share_ptr + p_share)
-        dend += tl.load(dend_ptr + p_share)
-    tl.store(dbeta_ptr + i_token + o_t * H, b_dbeta, mask=m_t)
-    b_dg = _scan_dgate(b_z_out, b_da_kk * b_beta[None, :], z_out, z_pre, dend, o_t, MERGE)
+    b_z_out = b_dp * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_z_pre = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    tl.store(dbeta_ptr + i_token + o_t * H, z_end + tl.sum(b_z_out - b_z_pre, axis=0), mask=m_t)
+    b_z_out *= b_beta[None, :]
+    b_z_pre *= b_beta[None, :]
+    b_dg = _scan_dgate(b_z_out, b_z_pre, z_out, z_pre, z_end * b_beta, o_t, MERGE)
     tl.store(dg_ptr + i_token + o_t * H, b_dg + dcarry, mask=m_t)
 
-    b_dp = b_dp.to(b_q.dtype)
+    b_dp = (b_dp * b_beta[None, :]).to(b_q.dtype)
     b_x = b_da * b_beta[None, :]
     b_x = (b_x + tl.trans(b_x)).to(b_q.dtype)
     b_dq += tl.dot(b_dp, b_k, input_precision=PRECISION)
@@ -2252,20 +2246,16 @@ def _chunk_associative_scan_bwd(q, k, v, doc_start, inverse, pair, gates, enteri
     B, T, H, K = q.shape
     V = v.shape[-1]
     tiles = _scan_tiles(q, v, chunk_size)
-    NC, BT = tiles.NC, tiles.sizes["BT"]
-    NV = triton.cdiv(V, tiles.back["BV"])
+    NC, NV = tiles.NC, triton.cdiv(V, tiles.back["BV"])
     # a chunk's state is as large as its inputs: walked again, not kept from the forward pass
     w, states = torch.empty_like(v), k.new_empty(B, H, NC, K, V)
     _scan_walk(q, k, v, inverse, pair, gates, entering, None, w, states, None, None, tiles, tiles.states)
     dv, dstates = torch.empty_like(v), torch.empty_like(states)
     dinitial = torch.empty_like(dfinal)
-    # one share per block of value columns: no float atomics
-    dbeta_shares = gates.new_empty(NV, B, H, NC * BT)
-    dend_shares = torch.empty_like(dbeta_shares)
 
     def walk_back(dleaving, dentering, programs, is_map):
         _chunk_scan_dstate_kernel[(NV * programs * B * H,)](
-            q, k, inverse, pair, gates, w, do, dleaving, dv, dstates, dbeta_shares, dend_shares, dentering,
+            q, k, inverse, pair, gates, do, dleaving, dv, dstates, dentering,
             T, NC, H, tiles.segments, tiles.length, MAPS=is_map, **tiles.sizes, **tiles.back,
         )  # fmt: skip
 
@@ -2275,8 +2265,8 @@ def _chunk_associative_scan_bwd(q, k, v, doc_start, inverse, pair, gates, enteri
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dbeta, dlog_gamma = gates.new_empty(B, T, H), gates.new_empty(B, T, H)
     _chunk_scan_dinput_kernel[(NC * B * H,)](
-        q, k, doc_start, gates, w, states, do, dv, dstates, dbeta_shares, dend_shares, dq, dk, dbeta, dlog_gamma,
-        T, NC, H, SHARES=NV, **tiles.sizes, **tiles.inputs,
+        q, k, doc_start, gates, w, states, do, dv, dstates, dq, dk, dbeta, dlog_gamma,
+        T, NC, H, **tiles.sizes, **tiles.inputs,
     )  # fmt: skip
     return dq, dk, dv, dbeta, dlog_gamma, dinitial
 

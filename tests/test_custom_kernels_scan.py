@@ -708,7 +708,7 @@ def _scan_compile_arguments(kernel, kind, D):
     elif "dstate" in kernel:
         flags, options = dict(MAPS=form == "MAPS"), tiles.back
     else:
-        flags, options = dict(SHARES=-(-D // tiles.back["BV"])), tiles.inputs
+        flags, options = {}, tiles.inputs
     launch = {name: value for name, value in options.items() if name in ("num_warps", "num_stages", "maxnreg")}
     return sizes | flags | {name: value for name, value in options.items() if name not in launch}, launch
 
