@@ -84,6 +84,8 @@ ATTENTION_GPU_CASES = ATTENTION_CASES | {
     "many-anchors": (1, 400, 0, 2, 1, 128, 130, 100, (), 0),
     "items": (2, 2500, 100, 2, 1, 64, 100, 16, (60, 1300), -500),
     "full-heads": (1, 513, 128, 28, 4, 128, 128, 64, (200,), -300),
+    # tiles in which every pair is visible, at every kernel's width: between documents, window's edge and diagonal
+    "full-tiles": (2, 1300, 150, 4, 2, 128, 700, 64, (333,), -150),
 }
 # RMS error ratio: float32 measured 2e-7..6e-7 (margin 8x)
 ATTENTION_BOUND = {torch.float32: 5e-6, torch.bfloat16: 8e-3}
