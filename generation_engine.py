@@ -421,7 +421,8 @@ class StreamingGenerationEngine:
         # per depth an id (-1: none); per depth the bits of an entropy; the reason
         self._report = numbers(batch, 2 * (self.depth + 1) + 1)
         self._verified: tuple[Tensor, Tensor, Any] | None = None
-        self._record = RecordedWork(self.device.type == "cuda")
+        # a recording would hold the addresses of layers that come and go
+        self._record = RecordedWork(self.device.type == "cuda" and not model.streamed)
 
     def _new_state(self, batch: int) -> Any:
         return self.model.decode_state(batch=batch, cache_bits=self.options.cache_bits, max_length=self.max_length)

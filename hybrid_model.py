@@ -11,11 +11,12 @@ through `forward` (training, prefill, evaluation), draft-tree nodes through `nod
 results depend on its own path only, bit for bit in float32: not on how many nodes there are, nor which.
 
 Public names: ParameterSpec, LayerCarry, DraftTree, NodeWrites, DecodeState, RecordedWork, HybridOutput,
-SwiGLUFeedForward, DecoderLayer, DraftHead, HybridLanguageModel.
+SwiGLUFeedForward, DecoderLayer, StreamedDecoderLayer, DraftHead, HybridLanguageModel.
 """
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +55,7 @@ __all__ = [
     "NodeWrites",
     "ParameterSpec",
     "RecordedWork",
+    "StreamedDecoderLayer",
     "SwiGLUFeedForward",
 ]
 
@@ -334,6 +336,27 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(self.feed_forward_norm(x))
 
 
+class StreamedDecoderLayer(DecoderLayer):
+    """A layer that holds its weights only while it runs, for machines where a few layers fit.
+
+    borrow() gives a context in which they are there. commit needs none: it moves state alone.
+    """
+
+    borrow: Callable[[], AbstractContextManager[None]]
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, LayerCarry | None]:
+        with self.borrow():
+            return super().forward(*arguments)
+
+    def prefill(self, *arguments: Any) -> Tensor:
+        with self.borrow():
+            return super().prefill(*arguments)
+
+    def nodes(self, *arguments: Any) -> tuple[Tensor, MemoryNodes | NodeKeyValues]:
+        with self.borrow():
+            return super().nodes(*arguments)
+
+
 class DraftHead(nn.Module):
     """Hidden states that predict one (depth 1) and two (depth 2) tokens further than the model itself.
 
@@ -367,17 +390,20 @@ class DraftHead(nn.Module):
 class HybridLanguageModel(nn.Module):
     """The decoder of ModelConfig; float32 masters, computing in the type that PrecisionConfig names."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionConfig | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, precision: PrecisionConfig | None = None, *, streamed: bool = False
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.streamed = config, streamed
         choice = (precision or PrecisionConfig()).precision
         self._compute_type = COMPUTE_TYPES[choice]
         narrow = {"fp8": "fp8", "fp4": "fp4", "fp4-emulated": "fp4"}.get(choice, "wide")
         narrow_layers = config.layers - config.wide_tail_layers
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_dim))
         self.rotary = RotaryTable(config)
+        kind = StreamedDecoderLayer if streamed else DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, narrow if i < narrow_layers else "wide") for i in range(config.layers)
+            kind(config, i, narrow if i < narrow_layers else "wide") for i in range(config.layers)
         )
         self.final_norm = RootMeanSquareNorm(config.hidden_dim, config.rms_norm_eps)
         self.draft = DraftHead(config) if config.draft_depth else None

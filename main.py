@@ -215,6 +215,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--session", metavar="FILE", help="go on from this file's text where it exists; store there")
     generate.add_argument("--trace", metavar="FILE.png", help="plot repetition, entropy and tokens/s over the text")
     generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt}, also seed and max_new_tokens of each")
+    generate.add_argument("--stream-layers", action="store_true",
+                          help="read each layer from the file when it runs: a few layers of memory, slower")
     generate.add_argument("--batch", type=_positive, default=8, metavar="N", help="requests that run at once [8]")
     _add_fields(generate, ("generation",))
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
@@ -637,8 +639,9 @@ STOP_REASONS = {"eos": "the end of the text", "stop": "the stop string", "length
 
 
 def _load(
-    weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None
-) -> tuple[HybridLanguageModel, dict[str, object]]:
+    weights: str | Path, facts: DeviceFacts, precision: str | None = None, attention_scope: str | None = None,
+    stream_layers: bool = False,
+) -> tuple[HybridLanguageModel, dict[str, object]]:  # fmt: skip
     """Read weights for inference: 16-bit matrices where the device multiplies them, float32 elsewhere."""
     choice = precision or ("bf16" if facts.kind == "cuda" else "fp32")
     if note := require_precision(choice, facts):
@@ -649,6 +652,7 @@ def _load(
         dtype=torch.float32 if choice == "fp32" else torch.bfloat16,
         precision=PrecisionConfig(precision=choice),
         attention_scope=attention_scope,
+        stream_layers=stream_layers,
     )
 
 
@@ -663,9 +667,10 @@ class _Loaded(NamedTuple):
 
 
 def _load_engine(
-    weights: str | Path, facts: DeviceFacts, given: dict[str, object], *, chat: bool = False, batch: int = 1
+    weights: str | Path, facts: DeviceFacts, given: dict[str, object], *, chat: bool = False, batch: int = 1,
+    stream_layers: bool = False,
 ) -> _Loaded:  # fmt: skip
-    model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"))
+    model, info = _load(weights, facts, given.get("precision"), given.get("attention_scope"), stream_layers)
     options, tokenizer = info["config"].with_values(given).generation, info["tokenizer_json"]
     if tokenizer is None:
         raise ValueError(f"{weights} holds no tokenizer; train with tokenizer.json beside the token file")
@@ -770,7 +775,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         return _answer_requests(arguments, facts, given)
     session = None if arguments.session is None else Path(arguments.session)
     prompt = None if arguments.chat else _read_prompt(arguments)
-    loaded = _load_engine(arguments.weights, facts, given, chat=arguments.chat)
+    streamed = arguments.stream_layers
+    loaded = _load_engine(arguments.weights, facts, given, chat=arguments.chat, stream_layers=streamed)
     if session is not None and session.exists():
         loaded.engine.restore(read_session(session, loaded.weights_crc32))
         _say(f"goes on from {session}: {loaded.engine.held:,} tokens")
@@ -796,7 +802,8 @@ def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: d
         if value is not None:
             raise ValueError(f"{flag} is for one text; leave it out beside --requests")
     asked = read_requests(Path(arguments.requests))
-    loaded = _load_engine(arguments.weights, facts, given, batch=min(arguments.batch, len(asked)))
+    batch = min(arguments.batch, len(asked))
+    loaded = _load_engine(arguments.weights, facts, given, batch=batch, stream_layers=arguments.stream_layers)
     opening = [] if loaded.first_id is None else [loaded.first_id]
     requests = [
         Request([*opening, *_encoded(loaded, one["prompt"])], one.get("seed"), one.get("max_new_tokens"))

@@ -129,7 +129,7 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         self.erase_offset = nn.Parameter(torch.empty(self.heads))
         self.decay_offset = nn.Parameter(torch.empty(self.heads))
         # (C * W,) offsets from the identity, newest tap 1 and the others 0: weight decay pulls them home
-        self.conv_width = config.conv_width
+        self.conv_width, self.conv_channels = config.conv_width, config.conv_channels
         self.taps = nn.Parameter(torch.empty(config.conv_channels * config.conv_width)) if config.conv_width else None
         self.output = Projection(values, width, precision)
         # 2 * layers branches share the stream; smaller gains would mute them, larger ones wash the embedding out
@@ -201,7 +201,7 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         """Allocate the memory of `batch` sequences that have no token yet, for activations of dtype."""
         shape = (batch, self.heads, self.key_dim, self.value_dim)
         state = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        rows, channels = (0, 0) if self.taps is None else (self.conv_width - 1, self.taps.numel() // self.conv_width)
+        rows, channels = (0, 0) if self.taps is None else (self.conv_width - 1, self.conv_channels)
         return MemoryState(state, torch.zeros(batch, rows, channels, dtype=dtype, device=device))
 
     def _convolved(

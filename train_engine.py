@@ -30,9 +30,10 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -635,6 +636,7 @@ def load_weights(
     dtype: torch.dtype | None = None,
     precision: PrecisionConfig | None = None,
     attention_scope: str | None = None,
+    stream_layers: bool = False,
 ) -> tuple[HybridLanguageModel, dict[str, Any]]:
     """Read a weights file: the model in evaluation mode, and its description (config, tokenizer_json, eos_id, ...).
 
@@ -643,6 +645,7 @@ def load_weights(
     Args:
         dtype: type of the matrices on the device, bfloat16 for generation; gates and vectors stay float32.
         precision, attention_scope: what to use in place of the file's configuration.
+        stream_layers: leave the layers in the file, and read each one for the time that it runs.
     """
     path = Path(path)
     with _open_weights(path) as (file, info):
@@ -651,29 +654,103 @@ def load_weights(
         scope, stretch = attention_scope or config.model.attention_scope, config.model.rope_scaling
         shape = replace(config.model, attention_scope=scope, rope_stretch=stretch)
         # memory of these is not touched until a tensor replaces it
-        model = HybridLanguageModel(shape, precision or config.precision)
+        model = HybridLanguageModel(shape, precision or config.precision, streamed=stream_layers)
         table = {spec.name: spec for spec in model.parameter_table()}
         packed = _projections(model) if info.get("packed_bits") else {}
         kind, parts = _PACKED.get(info.get("packed_bits"), (None, ()))
         needed = {f"{name}.{part}" for name in packed for part in parts} | (table.keys() - packed.keys())
         _check_names(path, needed, set(file.keys()))
-        for name, spec in table.items():
-            if name in packed:
-                held = {part: _read_tensor(path, file, f"{name}.{part}", info) for part in parts}
-                packed[name].take(kind.from_dict(held).to(device))
-                continue
-            value = _read_tensor(path, file, name, info)
-            if value.shape != spec.parameter.shape or value.dtype != torch.float32:
-                found = f"{tuple(value.shape)} {value.dtype}"
-                raise ValueError(f"{path}: {name} must be {tuple(spec.parameter.shape)} float32, got {found}")
-            keep = dtype is None or spec.role in ("vector", "gate")
-            spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
+        shapes = {name: spec.parameter.shape for name, spec in table.items()}
+
+        def place(names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+            for name in names:
+                if name in packed:
+                    held = {part: read(f"{name}.{part}") for part in parts}
+                    packed[name].take(kind.from_dict(held).to(device))
+                    continue
+                value, spec = read(name), table[name]
+                if value.shape != shapes[name] or value.dtype != torch.float32:
+                    found = f"{tuple(value.shape)} {value.dtype}"
+                    raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} float32, got {found}")
+                keep = dtype is None or spec.role in ("vector", "gate")
+                spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
+
+        resident = [name for name in table if not (stream_layers and name.startswith("layers."))]
+        place(resident, lambda name: _read_tensor(path, file, name, info))
+    if stream_layers:
+        stream = _LayerStream(path, info, needed, place, table, packed)
+        for i, layer in enumerate(model.layers):
+            layer.borrow = partial(stream.borrow, i)
     model.to(device).eval().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, Projection) and module.precision == "fp4" and module.packed is None:
             module.pack()
     return model, info
 
+
+class _LayerStream:
+    """Reads a layer's tensors when it runs, the next layer's meanwhile, and forgets them when it has run.
+
+    Plain reads at offsets, not a mapping of the file: mapped pages would count as this process's memory until the
+    system wants them back. Checksums are compared at the first read of each tensor.
+    """
+
+    def __init__(self, path, info, stored, place, table, packed) -> None:
+        self._path, self._place, self._table, self._packed = path, place, table, packed
+        self._unchecked = dict(info["crc32"])
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        self._at = {name: (8 + size + entry["data_offsets"][0], entry["dtype"], entry["shape"])
+                    for name, entry in header.items() if name in stored}  # fmt: skip
+        self._count = 1 + max(int(name.split(".")[1]) for name in table if name.startswith("layers."))
+        self._names = [[n for n in table if n.startswith(f"layers.{i}.")] for i in range(self._count)]
+        self._stored = [[n for n in stored if n.startswith(f"layers.{i}.")] for i in range(self._count)]
+        self._reads = ThreadPoolExecutor(1, thread_name_prefix="layers")
+        self._ahead: tuple[int, Future] | None = None
+        for i in range(self._count):
+            self._drop(i)
+
+    @contextlib.contextmanager
+    def borrow(self, index: int) -> Iterator[None]:
+        """Give layer `index` its weights for the time of the context."""
+        ahead, self._ahead = self._ahead, None
+        held = ahead[1].result() if ahead is not None and ahead[0] == index else self._read(index)
+        following = (index + 1) % self._count
+        self._ahead = following, self._reads.submit(self._read, following)
+        self._place(self._names[index], held.__getitem__)
+        del held
+        try:
+            yield
+        finally:
+            self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        for name in self._names[index]:
+            self._table[name].parameter.data = torch.empty(0)
+            if name in self._packed:
+                self._packed[name].packed = None
+
+    def _read(self, index: int) -> dict[str, Tensor]:
+        held = {}
+        with open(self._path, "rb", buffering=0) as file:
+            for name in sorted(self._stored[index], key=self._at.__getitem__):
+                offset, kind, shape = self._at[name]
+                value = torch.empty(shape, dtype=_STORED_TYPES[kind])
+                file.seek(offset)
+                view = memoryview(value.view(-1).view(torch.uint8).numpy()).cast("B")
+                while view:
+                    if not (count := file.readinto(view)):
+                        raise ValueError(f"{self._path} is cut off at {name}; copy it again")
+                    view = view[count:]
+                want = self._unchecked.pop(name, None)
+                if want is not None and _crc32(value) != want:
+                    raise ValueError(f"{self._path}: {name} is damaged (its checksum differs); copy the file again")
+                held[name] = value
+        return held
+
+
+_STORED_TYPES = {"F32": torch.float32, "I8": torch.int8, "U8": torch.uint8, "I64": torch.int64}
 
 # what a packed matrix is stored as, by bits
 _PACKED = {4: (PackedFP4, ("codes", "scales", "global_scale", "shape", "signs")), 8: (PackedINT8, ("codes", "scale"))}

@@ -546,7 +546,7 @@ class TableModel:
         self.drafts = self.table + 0.5 * torch.randn(size, size, generator=generator)
         self.rows = torch.cat((self.table, self.drafts))
         self.config = SimpleNamespace(vocab_size=size, draft_depth=2, max_context_len=64, max_output_len=64)
-        self.embedding = torch.zeros(1)
+        self.embedding, self.streamed = torch.zeros(1), False
         self.draft = SimpleNamespace(step=lambda depth, hidden, embedded: embedded + size)
 
     def decode_state(self, *, batch: int, **_) -> SimpleNamespace:
@@ -908,9 +908,42 @@ def test_a_packed_file_is_the_model_packed_in_place(tmp_path, bits: int):
         projection.pack(bits)
     options = replace(SAMPLED, max_new_tokens=20, drafts=True)
     assert _run(StreamingGenerationEngine(read, options)) == _run(StreamingGenerationEngine(model.eval(), options))
+    streamed, _ = load_weights(packed, stream_layers=True)
+    assert _run(StreamingGenerationEngine(streamed, options)) == _run(StreamingGenerationEngine(read, options))
     # a damaged code is seen
     data = bytearray(packed.read_bytes())
     data[-100] ^= 1
     packed.write_bytes(bytes(data))
     with pytest.raises(ValueError, match="is damaged"):
         load_weights(packed)
+
+
+def test_streamed_layers_change_no_bit_and_hold_no_weights(any_model: HybridLanguageModel, tmp_path):
+    path = tmp_path / "w.safetensors"
+    config = replace(preset("nano"), model=any_model.config, precision=PrecisionConfig(precision="fp32"))
+    save_weights(path, dict(any_model.named_parameters()), config)
+    streamed, _ = load_weights(path, stream_layers=True)
+    held = []
+
+    def count() -> int:
+        return sum(p.numel() > 0 for layer in streamed.layers for p in layer.parameters())
+
+    each = [sum(1 for _ in layer.parameters()) for layer in any_model.layers]
+    for layer in streamed.layers:
+        layer.feed_forward.register_forward_hook(lambda *_: held.append(count()))
+    whole = (torch.nn.Module.train(m, False) for m in (any_model, streamed))
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        one, other = (m(ids).hidden for m in whole)
+    assert torch.equal(one, other) and count() == 0
+    assert held == each, "one layer's weights at a time"
+    options = replace(SAMPLED, max_new_tokens=40, drafts=True)
+    engines = [StreamingGenerationEngine(m, options) for m in (any_model, streamed)]
+    assert _run(engines[0]) == _run(engines[1])
+    _same(*engines)
+    # a layer's fault shows when it is read
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="is damaged"), torch.no_grad():
+        load_weights(path, stream_layers=True)[0](ids)
