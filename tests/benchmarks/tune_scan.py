@@ -10,15 +10,14 @@ row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens
 same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
 
 Predicted for one H200 before any run, from instructions a chunk at 0.7 an issue slot and clock, occupancy, bytes (ms):
-    a: entry 0.25, outputs 0.27, forward 0.55; states 0.25, back 0.45, inputs 1.0, both directions 2.3
-    b: entry 0.5, maps 0.55, outputs 0.65, forward 1.7; both 6.2, 6.9 GB; one segment: forward 2.4
+    a: entry 0.25, outputs 0.27, forward 0.55; states 0.25, back 0.32, inputs 1.1, both directions 2.3
+    b: entry 0.5, maps 0.55, outputs 0.65, forward 1.7; both 5.9, 6.7 GB; one segment: forward 2.4
     c: entry 8, maps 11, outputs 7, forward 26: 0.68 of the throughput of a, the maps being what a has not
 """
 
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -29,20 +28,22 @@ import torch
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import test_custom_kernels_scan as tests  # noqa: E402
+from triton.testing import do_bench  # noqa: E402
 
 import custom_kernels  # noqa: E402
 
 H, D, DTYPE, DEVICE = (28, 128, torch.bfloat16, "cuda") if CUDA else (2, 16, torch.float32, "cpu")
 SHAPES = dict(a=(4, 8192), b=(1, 65_536), c=(1, 1_048_576)) if CUDA else dict(a=(2, 40), b=(1, 70), c=(1, 100))
 CANDIDATES = {
+    "base": ("0",),
     "outputs": ("64x4x2", "64x8x1", "32x4x1", "32x4x2", "128x8x1", "128x8x2"),
     "states": ("64x4x1", "64x8x2", "32x4x2", "128x8x2"),
-    "segments": ("1x16", "2x24", "4x48", "8x66"),  # of b and c
-    "back": ("64x4x2", "64x8x1", "64x8x2", "32x4x2"),
+    "segments": ("1x3", "2x4", "4x14", "8x66"),  # of b and c
+    "back": ("64x4x2", "64x8x1", "64x8x2", "32x4x2", "128x8x2"),
     "inputs": ("64x8x1", "64x8x2", "32x8x3"),
     "entry": ("168",),  # registers
 }
@@ -86,9 +87,9 @@ def make(B: int, T: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [x.detach().requires_grad_() for x in leaves], do
 
 
-def forward(leaves, do) -> torch.Tensor:
+def forward(leaves, do) -> None:
     with torch.no_grad():
-        return custom_kernels.chunk_associative_scan(*leaves)[0]
+        custom_kernels.chunk_associative_scan(*leaves)
 
 
 def both(leaves, do) -> tuple[torch.Tensor, ...]:
@@ -108,28 +109,13 @@ def check() -> None:
                 assert all(map(torch.equal, both(*data), first)), "two runs differ"
 
 
-def milliseconds(call, *arguments) -> float:
-    """Median of seven calls after two that warm up; 0 without a GPU, where it is called once."""
-    times = []
-    for _ in range(9 if CUDA else 0):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        call(*arguments)
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    if not CUDA:
-        call(*arguments)
-    return statistics.median(times[2:] or [0.0])
-
-
 def measure(data: dict, segments: dict[str, int]) -> dict[str, float]:
     row = {}
-    for name, (leaves, do) in data.items():
+    for name, call in (("a", forward), ("a", both), ("b", forward), ("b", both), ("c", forward)):
+        run = lambda name=name, call=call: call(*data[name])  # noqa: E731
         with in_segments(segments.get(name)):
-            row[f"{name} forward"] = milliseconds(forward, leaves, do)
-            if name != "c":
-                row[f"{name} both"] = milliseconds(both, leaves, do)
+            run()
+            row[f"{name} {call.__name__}"] = do_bench(run, warmup=20, rep=100, return_mode="median") if CUDA else 0.0
     return row
 
 
@@ -154,23 +140,23 @@ def main() -> None:
     options = parser.parse_args()
     started, results = time.perf_counter(), {}
     data = {name: make(*shape) for name, shape in SHAPES.items()}
-    chosen = [("base", "0"), *((stage, numbers) for stage in options.only for numbers in CANDIDATES[stage])]
-    for stage, numbers in chosen:
-        name, counts = f"{stage} {numbers}", tuple(map(int, numbers.split("x")))
-        if time.perf_counter() - started > options.seconds:
-            continue
-        try:
-            with replaced(stage, counts):
-                check()
-                results[name] = measure(data, dict(zip("bc", counts, strict=True)) if stage == "segments" else {})
-            print(f"{name:<16}" + "  ".join(f"{key} {value:.3f}" for key, value in results[name].items()), flush=True)
-            if stage == "base" and CUDA:
-                results["facts"] = facts(data)
-                print(json.dumps(results["facts"], indent=1), flush=True)
-        except Exception as error:  # a candidate that is wrong or does not fit must not end the run
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            results.setdefault(name, text)
-            print(f"{name:<16}{text}", flush=True)
+    for stage in dict.fromkeys(("base", *options.only)):
+        for numbers in CANDIDATES[stage]:
+            name, counts = f"{stage} {numbers}", tuple(map(int, numbers.split("x")))
+            if time.perf_counter() - started > options.seconds:
+                continue
+            try:
+                with replaced(stage, counts):
+                    check()
+                    results[name] = measure(data, dict(zip("bc", counts, strict=True)) if stage == "segments" else {})
+                row = "  ".join(f"{key} {value:.3f}" for key, value in results[name].items())
+                if stage == "base" and CUDA:
+                    results["facts"] = facts(data)
+                    row += "\n" + json.dumps(results["facts"], indent=1)
+            except Exception as error:  # a candidate that is wrong or does not fit must not end the run
+                row = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                results.setdefault(name, row)
+            print(f"{name:<16}{row}", flush=True)
     device = torch.cuda.get_device_name() if CUDA else "interpreter"
     print(json.dumps(dict(device=device, seconds=time.perf_counter() - started, shapes=SHAPES, results=results)))
 
