@@ -1791,6 +1791,11 @@ def _chunk_scan_walk_kernel(
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, n_v)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+        if not (KEEP or MAPS):
+            # beside the others: where they are needed, each chunk would wait for memory a second time
+            b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+            b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
+            out_entry = tl.load(p_gate + 5 * BT)
         pre_entry = tl.load(p_gate + 4 * BT)
         to_end = tl.load(p_gate + 6 * BT)
         b_beta = tl.load(p_gate + 7 * BT)
@@ -1804,9 +1809,6 @@ def _chunk_scan_walk_kernel(
             _scan_store(states_ptr + i_chunk * (K * V), b_s, o_k, o_v, V, K, V)
             _scan_store(w_ptr + i_token * V, b_w, o_t, o_v, H * V, n_t, V)
         elif not MAPS:
-            b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
-            b_pair = _scan_load(pair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
-            out_entry = tl.load(p_gate + 5 * BT)
             b_y = out_entry[:, None] * tl.dot(b_q, b_low, input_precision=PRECISION)
             b_y += tl.dot(b_pair, b_u.to(b_k.dtype), input_precision=PRECISION)
             _scan_store(y_ptr + i_token * V, b_y, o_t, o_v, H * V, n_t, V)
