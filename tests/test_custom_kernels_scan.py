@@ -330,15 +330,15 @@ def test_scan_split_rows_carry_the_state(cut, device):
 
 
 def scan_segments_parity(segments, device, dtype):
-    """The two-level form where the rule would not choose it: rows of 7 and 10 chunks in `segments` parts."""
+    """The two-level form where the rule would not choose it: rows of 5 and 6 chunks in `segments` parts."""
     kept = custom_kernels._scan_segments
     custom_kernels._scan_segments = lambda rows, chunks, multiprocessors: min(segments, chunks)
     try:
-        # documents that start within a segment, at its first token (48 for 3 segments), and never after the first one
-        doc = _scan_doc(106, [-3, 5, 48, 77], [-2])
+        # documents that start within a segment, at its first token (32 of three segments), and not at all
+        doc = _scan_doc(78, [-3, 5, 32, 50], [-2])
         slow = dict(dtype=dtype, device=device, decays=(0.0, -0.01, -0.1))
-        _scan_parity(2, 106, 1, 32, 48, doc=doc, chunk_size=16, **slow)
-        _scan_parity(1, 150, 2, 16, 16, doc=_scan_doc(150, [-3]), chunk_size=16, **slow)
+        _scan_parity(2, 78, 1, 16, 48, doc=doc, chunk_size=16, **slow)
+        _scan_parity(1, 90, 1, 32, 16, doc=_scan_doc(90, [-3]), chunk_size=16, **slow)
     finally:
         custom_kernels._scan_segments = kept
 
