@@ -2171,7 +2171,7 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     narrow = dict(BV=BV, num_warps=2 if low else 8, num_stages=1)
     # sm_90: four warps, since the compiler gives all of eight the same 64 rows, and each product is made twice; 64
     # columns in 255 registers, so that two programs share a multiprocessor and its 227 KB of shared memory. Both hold a
-    # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (57 and 74 KB)
+    # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (five, 74 KB)
     ahead = dict(BV=min(widest, 64), num_warps=4, num_stages=2) if hopper else narrow
     at_once = dict(BV=min(widest, 64), num_warps=4, num_stages=1) if hopper else narrow
     return SimpleNamespace(
@@ -2180,7 +2180,7 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
         length=length,
         sizes=dict(K=K, V=V, BK=BK, BT=BT, PRECISION="ieee"),
         merge=merge,
-        # 128 registers (88 bytes spilled) put four programs on a multiprocessor in place of two: substitution waits
+        # 128 registers (96 bytes spilled) put four programs on a multiprocessor in place of two: substitution waits
         entry=dict(num_warps=4, num_stages=1, maxnreg=128) if hopper else dict(num_warps=4 if low else 8, num_stages=1),
         outputs=at_once,
         states=ahead,
