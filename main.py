@@ -200,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = command("train", "Train from a token file, or without --data on a demo corpus made from this Python.")
     train.add_argument("--preset", **presets)
+    train.add_argument("--dry-run", action="store_true", help="two steps at each row length, then stop; writes nothing")
     _add_fields(train, tuple(s for s in everything if s != "generation"))
 
     plan = command("plan", "Print parameters, memory, operations and hours of a configuration, before any work.")
@@ -437,7 +438,11 @@ def _train(arguments: argparse.Namespace) -> int:
     config, tokens, validation = _open_splits(config, fixed=fixed)
     for line in preflight(config, facts, folder=folder).describe():
         _log(line)
-    result = TrainingEngine(config, tokens, validation=validation, facts=facts, log=_log).run()
+    engine = TrainingEngine(config, tokens, validation=validation, facts=facts, log=_log)
+    if arguments.dry_run:
+        engine.dry_run()
+        return 0
+    result = engine.run()
     if result.weights is None:
         return result.exit_code
     _log(f"curve: {folder / 'loss.png'}, figures: {folder / 'metrics.jsonl'}")

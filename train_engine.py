@@ -662,21 +662,24 @@ def load_weights(
         _check_names(path, needed, set(file.keys()))
         shapes = {name: spec.parameter.shape for name, spec in table.items()}
 
-        def place(names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        def place(names: Iterable[str], read: Callable[[str], Tensor], check: Callable[[str, Tensor], None]) -> None:
             for name in names:
                 if name in packed:
                     held = {part: read(f"{name}.{part}") for part in parts}
+                    for part, value in held.items():
+                        check(f"{name}.{part}", value)
                     packed[name].take(kind.from_dict(held).to(device))
                     continue
                 value, spec = read(name), table[name]
                 if value.shape != shapes[name] or value.dtype != torch.float32:
                     found = f"{tuple(value.shape)} {value.dtype}"
                     raise ValueError(f"{path}: {name} must be {tuple(shapes[name])} float32, got {found}")
+                check(name, value)
                 keep = dtype is None or spec.role in ("vector", "gate")
                 spec.parameter.data = value.to(device, torch.float32 if keep else dtype)
 
         resident = [name for name in table if not (stream_layers and name.startswith("layers."))]
-        place(resident, lambda name: _read_tensor(path, file, name, info))
+        place(resident, file.get_tensor, partial(_check_sum, path, info["crc32"]))
     if stream_layers:
         stream = _LayerStream(path, info, needed, place, table, packed)
         for i, layer in enumerate(model.layers):
@@ -697,7 +700,7 @@ class _LayerStream:
 
     def __init__(self, path, info, stored, place, table, packed) -> None:
         self._path, self._place, self._table, self._packed = path, place, table, packed
-        self._unchecked = dict(info["crc32"])
+        self._sums, self._checked = info["crc32"], set[str]()
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
@@ -718,12 +721,17 @@ class _LayerStream:
         held = ahead[1].result() if ahead is not None and ahead[0] == index else self._read(index)
         following = (index + 1) % self._count
         self._ahead = following, self._reads.submit(self._read, following)
-        self._place(self._names[index], held.__getitem__)
+        self._place(self._names[index], held.__getitem__, self._check)
         del held
         try:
             yield
         finally:
             self._drop(index)
+
+    def _check(self, name: str, value: Tensor) -> None:
+        if name not in self._checked:
+            _check_sum(self._path, self._sums, name, value)
+            self._checked.add(name)
 
     def _drop(self, index: int) -> None:
         for name in self._names[index]:
@@ -743,9 +751,6 @@ class _LayerStream:
                     if not (count := file.readinto(view)):
                         raise ValueError(f"{self._path} is cut off at {name}; copy it again")
                     view = view[count:]
-                want = self._unchecked.pop(name, None)
-                if want is not None and _crc32(value) != want:
-                    raise ValueError(f"{self._path}: {name} is damaged (its checksum differs); copy the file again")
                 held[name] = value
         return held
 
@@ -782,7 +787,8 @@ def quantize_weights(source: Path, target: Path, bits: int) -> Iterator[PackedEr
             raise ValueError(f"4-bit weights need inputs in multiples of 128, {odd}; take --bits 8")
         stored: dict[str, Tensor] = {}
         for name in sorted(file.keys()):
-            value = _read_tensor(source, file, name, info)
+            value = file.get_tensor(name)
+            _check_sum(source, info["crc32"], name, value)
             if name not in projections:
                 stored[name] = value
                 continue
@@ -804,11 +810,9 @@ def _projections(model: HybridLanguageModel) -> dict[str, Projection]:
     return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Projection)}
 
 
-def _read_tensor(path: Path, file: Any, name: str, info: Mapping[str, Any]) -> Tensor:
-    value = file.get_tensor(name)
-    if _crc32(value) != info["crc32"][name]:
+def _check_sum(path: Path, sums: Mapping[str, int], name: str, value: Tensor) -> None:
+    if _crc32(value) != sums[name]:
         raise ValueError(f"{path}: {name} is damaged (its checksum differs); copy the file again")
-    return value
 
 
 def read_weights_info(path: Path) -> dict[str, Any]:
@@ -1470,6 +1474,8 @@ class TrainingEngine:
         self._recorded = RecordedWork(self.device.type == "cuda")
         self._places: dict[tuple[int, ...], Batch] = {}
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[Path] | None = None
         self._ahead: tuple[int, Future] | None = None
 
     # One step
@@ -1606,7 +1612,49 @@ class TrainingEngine:
                 return TrainResult(0, self.state.step, self._finish(folder, interrupts))
         finally:
             self._loads.shutdown(wait=True, cancel_futures=True)
+            self._writes.shutdown(wait=True)
             folder.close()
+
+    def dry_run(self) -> None:
+        """Take the first two steps of every row length on the real data, print what they take, and write nothing.
+
+        The second one is timed: the first compiles kernels. On CUDA it is the one that records, if shorter rows do.
+        """
+        stages = [replace(stage, steps=2, tokens=2 * stage.tokens_per_step) for stage in self.loader.stages]
+        self.loader = PackedSequenceDataLoader(
+            self.tokens, stages, seed=self.config.train.seed, config=self.config.curriculum,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+        )  # fmt: skip
+        planned = plan(self.config, self.facts).training_bytes
+        for line in (*self.tokens.describe(), *self.notes):
+            self._log(line)
+        try:
+            for stage in stages:
+                if self.facts.kind == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                self.train_step()
+                self._wait()
+                started = time.perf_counter()
+                self.train_step()
+                self._wait()
+                seconds = time.perf_counter() - started
+                norm = float(self._report.matrix_gradient_norm) if self._report else math.nan
+                if not math.isfinite(norm) and self._report:
+                    raise TrainingError(f"rows of {stage.length:,}: the gradient norm is {norm}; nothing was written")
+                memory = ""
+                if self.facts.kind == "cuda":
+                    peak = torch.cuda.max_memory_allocated()
+                    memory = f", memory {_gigabytes(peak)}, {peak / planned:.0%} of the planned {_gigabytes(planned)}"
+                rate = f"{seconds:.2f} s, {stage.tokens_per_step / seconds:,.0f} tok/s"
+                size = f"{stage.tokens_per_step:,} tokens a step"
+                self._log(f"rows of {stage.length:,}: {size}, {rate}, gradient norm {norm:.3g}{memory}")
+        finally:
+            self._loads.shutdown(wait=True, cancel_futures=True)
+        self._log("dry run: every row length has run; nothing was written")
+
+    def _wait(self) -> None:
+        if self.facts.kind == "cuda":
+            torch.cuda.synchronize()
 
     def _open(self, folder: _RunFolder) -> None:
         """Print what is known, and restore the newest whole checkpoint of a resumed run."""
@@ -1646,6 +1694,8 @@ class TrainingEngine:
                 seconds = self._log_step(folder, logged_at, since)
                 self.state.seconds += seconds
                 logged_at, since = time.perf_counter(), self.state.tokens
+                if self._saving is not None and self._saving.done():
+                    self._saved()
             elif step % _CHECK_EVERY == 0:
                 self._require_finite()
             if train.eval_every and step % train.eval_every == 0 and not last:
@@ -1653,11 +1703,12 @@ class TrainingEngine:
                 logged_at = time.perf_counter()
             due = train.save_every and step % train.save_every == 0
             if due or last or interrupts.exit_code or time.monotonic() - saved_at > 60 * train.save_every_minutes:
-                self.save(folder.checkpoints)
+                self._save_behind(folder.checkpoints)
                 saved, saved_at, logged_at = step, time.monotonic(), time.perf_counter()
                 draw_curve(folder.metrics, folder.path / "loss.png")
         if self.state.step != saved and self.state.step:
-            self.save(folder.checkpoints)
+            self._save_behind(folder.checkpoints)
+        self._saved()
 
     def _log_step(self, folder: _RunFolder, logged_at: float, since: int) -> float:
         """Print and store one line; reading the sums is the only wait for the device. -> seconds since the last."""
@@ -1739,7 +1790,35 @@ class TrainingEngine:
     # Saving and restoring
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint of this step into a folder of checkpoints."""
+        """Write a checkpoint of this step into a folder of checkpoints, and wait for it."""
+        self._save_behind(folder)
+        return self._saved()
+
+    def _save_behind(self, folder: Path) -> None:
+        """Copy this step's tensors to the host and let a thread hash, write and flush them while training goes on.
+
+        One write at a time: an earlier one is waited for. Its fault ends the run at the next log line or save. At full
+        size the copy is 68 GB, some seconds, and the write about a minute.
+        """
+        self._saved()
+        tensors, facts = self._content()
+        copies = {
+            stem: {name: x.detach().to("cpu", copy=True) for name, x in part.items()} for stem, part in tensors.items()
+        }
+        keep = self.config.train.keep_checkpoints
+        self._saving = self._writes.submit(write_checkpoint, folder, self.state.step, copies, facts, keep)
+
+    def _saved(self) -> Path | None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        path = saving.result()
+        self._log(f"saved {path}")
+        return path
+
+    def _content(self) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+        """-> what a checkpoint holds: tensors by file, facts of the manifest"""
         extra = {"rng_cpu": torch.get_rng_state(), "sums": self._sums, "skips": self._skips}
         if self.device.type == "cuda":
             extra["rng_cuda"] = torch.cuda.get_rng_state()
@@ -1755,9 +1834,7 @@ class TrainingEngine:
             "config": asdict(self.config),
             "data": _data_facts(self.tokens),
         }
-        path = write_checkpoint(folder, self.state.step, tensors, facts, self.config.train.keep_checkpoints)
-        self._log(f"saved {path}")
-        return path
+        return tensors, facts
 
     def load(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Restore a checkpoint that newest_checkpoint found whole; refuse one of another configuration or corpus."""

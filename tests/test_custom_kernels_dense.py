@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 import custom_kernels
 from custom_kernels import (
     PackedINT8,
+    dequantize_int8,
     fused_chunked_cross_entropy,
     fused_residual_sphere,
     fused_rmsnorm,
@@ -34,7 +35,9 @@ from custom_kernels import (
     linear_product,
     matrix_product,
     newton_schulz_orthogonalize,
+    pack_weight,
     quantize_int8,
+    unpack_weight,
 )
 
 # ---------------------------------------------------------------------------
@@ -204,6 +207,8 @@ def test_8_bit_weights_multiply_as_what_they_stand_for(device, dtype, rows, n_in
     assert not got[:, 0].any()
     single = torch.cat([int8_weight_only_linear(x[r : r + 1], packed) for r in range(rows)])
     assert torch.equal(got, single)
+    assert torch.equal(dequantize_int8(packed, torch.float32).double(), values.float().double())
+    assert torch.equal(unpack_weight(pack_weight(weight, 8), dtype), dequantize_int8(packed, dtype))
     assert torch.equal(PackedINT8.from_dict(packed.to("cpu").to_dict()).codes, packed.codes.cpu())
 
 

@@ -139,7 +139,8 @@ TRAIN_FLAGS = """
 
 def test_the_flags_of_train_are_frozen_and_are_the_configuration():
     flags = [flag for action in _commands()["train"]._actions for flag in action.option_strings]
-    assert sorted(flags) == TRAIN_FLAGS
+    assert sorted(flags) == sorted([*TRAIN_FLAGS, "--dry-run"])
+    flags.remove("--dry-run")
     names = {f.name for s in fields(Config) if s.name != "generation" for f in fields(get_type_hints(Config)[s.name])}
     extra = {"-h", "--help", "--preset", "--no-resume", "--no-nesterov"}
     assert set(flags) - extra == {f"--{name.replace('_', '-')}" for name in names}
@@ -648,6 +649,19 @@ def test_evaluate_on_a_split_and_on_choices(call, world, tmp_path):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
     code, out, err = call(*evaluate, "--choices", tmp_path / "q.jsonl")
     assert (code, err) == (0, "") and out.endswith("q.jsonl: 66.7% of 3 questions right\n")
+
+
+def test_a_dry_run_takes_two_steps_a_length_and_writes_nothing(call, world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ["--total-tokens", "4096", "--tokens-per-step", "256", "--length-divisor", "64", "--run-dir", "run"]
+    outcome = call("train", "--device", "cpu", "--data", world.data, *TINY, *more, "--dry-run")
+    assert outcome.code == 0 and not list(tmp_path.iterdir())
+    row = r"^rows of ([\d,]+): ([\d,]+) tokens a step, [\d.]+ s, [\d,]+ tok/s, gradient norm "
+    rows = re.findall(row, outcome.out, re.MULTILINE)
+    lengths = [int(length.replace(",", "")) for length, _ in rows]
+    assert lengths == sorted(set(lengths)) and len(lengths) >= 4
+    assert all(int(size.replace(",", "")) == max(256, length) for length, (_, size) in zip(lengths, rows, strict=True))
+    assert outcome.out.rstrip().endswith("dry run: every row length has run; nothing was written")
 
 
 def test_quantize_writes_a_file_that_generates(call, world, tmp_path):
