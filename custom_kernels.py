@@ -1181,16 +1181,19 @@ def _newton_schulz_kernel(
             tl.store(p_out + i_z * s_ob + o_n[None, :] * s_om + o_m[:, None] * s_on, b_o, mask=m_o)
 
 
+def _newton_schulz_tile(dtype: torch.dtype, symmetric: bool) -> tuple[dict, dict]:
+    if dtype == torch.float32:
+        return dict(BM=64, BN=64, BK=32, GROUP=8), dict(num_warps=4, num_stages=2)
+    if symmetric:
+        # square tiles, so that a tile's mirror image is a tile
+        return dict(BM=128, BN=128, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+    return dict(BM=128, BN=256, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+
+
 def _newton_schulz_product(a, b, add, out, alpha, beta, symmetric) -> None:
     """Launch out (n, M, N) = alpha a (n, M, K) @ b (n, K, N) + beta add."""
     (batch, m, k), n = a.shape, b.shape[2]
-    if a.dtype == torch.float32:
-        tile, options = dict(BM=64, BN=64, BK=32, GROUP=8), dict(num_warps=4, num_stages=2)
-    elif symmetric:
-        # square tiles, so that a tile's mirror image is a tile
-        tile, options = dict(BM=128, BN=128, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
-    else:
-        tile, options = dict(BM=128, BN=256, BK=64, GROUP=8), dict(num_warps=8, num_stages=3)
+    tile, options = _newton_schulz_tile(a.dtype, symmetric)
     grid = (triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"]), batch)
     _newton_schulz_kernel[grid](
         a, b, out if add is None else add, out, m, n, k, alpha, beta,
