@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_model import DraftTree, HybridLanguageModel, RecordedWork
+from hybrid_model import DecodeState, DraftTree, HybridLanguageModel, RecordedWork
 from model_config import GenerationConfig
 
 __all__ = [
@@ -403,6 +403,7 @@ class StreamingGenerationEngine:
         self.tree = DraftTree.from_parents([(n - 1) // 2 for n in range(2 ** (self.depth + 1) - 1)], self.device)
         self.state = self._new_state(batch)
         self._alone = self._new_state(1) if batch > 1 else self.state  # a prompt runs here before it joins the batch
+        self._shared: DecodeState | None = None  # behind the prefix of the requests that are served
         self._stop_bytes = (options.stop or "").encode()
         self._token_bytes = token_bytes
         self._rows: list[_Row | None] = [None] * batch
@@ -424,7 +425,7 @@ class StreamingGenerationEngine:
         # a recording would hold the addresses of layers that come and go
         self._record = RecordedWork(self.device.type == "cuda" and not model.streamed)
 
-    def _new_state(self, batch: int) -> Any:
+    def _new_state(self, batch: int) -> DecodeState:
         return self.model.decode_state(batch=batch, cache_bits=self.options.cache_bits, max_length=self.max_length)
 
     @property
@@ -481,19 +482,28 @@ class StreamingGenerationEngine:
             if self.statistics.stop_reason == "running":
                 self.statistics.stop_reason = "closed"
 
-    def serve(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+    def serve(self, requests: Iterable[Request], *, prefix: Sequence[int] = ()) -> Iterator[Chunk]:
         """Stream the chunks of many requests: `batch` of them run at once, and a row that ends takes the next one.
 
-        A request's ids are those that it would have alone. Requests are read as rows become free.
+        A request's ids are those that it would have alone. Requests are read as rows become free. The ids of prefix
+        begin every prompt and are run once: each request starts from a copy of the state behind them.
         """
-        for chunk in self._serve(map(self._checked, requests)):
-            chunk.statistics.tokens += len(chunk.ids)
-            self.statistics = chunk.statistics
-            yield chunk
+        if prefix:
+            ids = self._checked(Request(prefix, max_new_tokens=0)).prompt
+            self._alone.reset()
+            self._prefill(ids)
+            self._shared = self._alone.copy()
+        try:
+            for chunk in self._serve(map(self._checked, requests)):
+                chunk.statistics.tokens += len(chunk.ids)
+                self.statistics = chunk.statistics
+                yield chunk
+        finally:
+            self._shared = None
 
     def _checked(self, request: Request) -> Request:
         prompt = [int(token) for token in request.prompt]
-        held = 0
+        held = 0 if self._shared is None else int(self._shared.length[0])
         if request.resume:
             if self.batch > 1 or not self.held:
                 raise ValueError("resume needs a text that this engine made before, alone, got none")
@@ -566,7 +576,9 @@ class StreamingGenerationEngine:
         row, started = self._rows.index(None), time.perf_counter()
         self._rows[row] = _Row(index, self.options, figures)
         self.statistics = figures
-        if not request.resume:
+        if self._shared is not None:
+            self._alone.take(0, self._shared)
+        elif not request.resume:
             self._alone.reset()
         self._prefill(list(request.prompt[:-1]))
         if self._alone is not self.state:

@@ -215,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="one line in, one answer out, until end of input")
     generate.add_argument("--session", metavar="FILE", help="go on from this file's text where it exists; store there")
     generate.add_argument("--trace", metavar="FILE.png", help="plot repetition, entropy and tokens/s over the text")
-    generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt}, also seed and max_new_tokens of each")
+    generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt, seed, max_new_tokens}; --prompt begins each")
     generate.add_argument("--stream-layers", action="store_true",
                           help="read each layer from the file when it runs: a few layers of memory, slower")
     generate.add_argument("--batch", type=_positive, default=8, metavar="N", help="requests that run at once [8]")
@@ -800,16 +800,21 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: dict[str, object]) -> int:
-    """Continue every prompt of a .jsonl, --batch of them at once: one JSON line each, as they end."""
-    one_text = {"--prompt": arguments.prompt, "--prompt-file": arguments.prompt_file, "--session": arguments.session,
-                "--trace": arguments.trace, "--chat": arguments.chat or None}  # fmt: skip
+    """Continue every prompt of a .jsonl, --batch of them at once: one JSON line each, as they end.
+
+    --prompt begins every one of them, and is run once.
+    """
+    one_text = {"--session": arguments.session, "--trace": arguments.trace, "--chat": arguments.chat or None}
     for flag, value in one_text.items():
         if value is not None:
             raise ValueError(f"{flag} is for one text; leave it out beside --requests")
     asked = read_requests(Path(arguments.requests))
+    begins = arguments.prompt is not None or arguments.prompt_file is not None
+    beginning = _read_prompt(arguments) if begins else ""
     batch = min(arguments.batch, len(asked))
     loaded = _load_engine(arguments.weights, facts, given, batch=batch, stream_layers=arguments.stream_layers)
     opening = [] if loaded.first_id is None else [loaded.first_id]
+    prefix, opening = ([*opening, *_encoded(loaded, beginning)], []) if beginning else ([], opening)
     requests = [
         Request([*opening, *_encoded(loaded, one["prompt"])], one.get("seed"), one.get("max_new_tokens"))
         for one in asked
@@ -817,7 +822,7 @@ def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: d
     made: list[list[int]] = [[] for _ in requests]
     started, tokens = time.perf_counter(), 0
     with tqdm(total=len(requests), unit="text", file=sys.stderr, disable=None) as bar:
-        for chunk in loaded.engine.serve(requests):
+        for chunk in loaded.engine.serve(requests, prefix=prefix):
             made[chunk.index] += chunk.ids
             tokens += len(chunk.ids)
             if chunk.done:

@@ -692,10 +692,11 @@ def load_weights(
 
 
 class _LayerStream:
-    """Reads a layer's tensors when it runs, the next layer's meanwhile, and forgets them when it has run.
+    """Reads a layer's tensors when it runs, and forgets them when it has run.
 
     Plain reads at offsets, not a mapping of the file: mapped pages would count as this process's memory until the
-    system wants them back. Checksums are compared at the first read of each tensor.
+    system wants them back. While a layer runs, the system is asked to bring the next one's bytes into its own cache.
+    Checksums are compared at the first read of each tensor.
     """
 
     def __init__(self, path, info, stored, place, table, packed) -> None:
@@ -704,23 +705,20 @@ class _LayerStream:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-        self._at = {name: (8 + size + entry["data_offsets"][0], entry["dtype"], entry["shape"])
-                    for name, entry in header.items() if name in stored}  # fmt: skip
+        self._at = {}
+        for name in stored:
+            begin, end = header[name]["data_offsets"]
+            self._at[name] = 8 + size + begin, end - begin, header[name]["dtype"], header[name]["shape"]
         self._count = 1 + max(int(name.split(".")[1]) for name in table if name.startswith("layers."))
         self._names = [[n for n in table if n.startswith(f"layers.{i}.")] for i in range(self._count)]
         self._stored = [[n for n in stored if n.startswith(f"layers.{i}.")] for i in range(self._count)]
-        self._reads = ThreadPoolExecutor(1, thread_name_prefix="layers")
-        self._ahead: tuple[int, Future] | None = None
         for i in range(self._count):
             self._drop(i)
 
     @contextlib.contextmanager
     def borrow(self, index: int) -> Iterator[None]:
         """Give layer `index` its weights for the time of the context."""
-        ahead, self._ahead = self._ahead, None
-        held = ahead[1].result() if ahead is not None and ahead[0] == index else self._read(index)
-        following = (index + 1) % self._count
-        self._ahead = following, self._reads.submit(self._read, following)
+        held = self._read(index)
         self._place(self._names[index], held.__getitem__, self._check)
         del held
         try:
@@ -743,7 +741,7 @@ class _LayerStream:
         held = {}
         with open(self._path, "rb", buffering=0) as file:
             for name in sorted(self._stored[index], key=self._at.__getitem__):
-                offset, kind, shape = self._at[name]
+                offset, _, kind, shape = self._at[name]
                 value = torch.empty(shape, dtype=_STORED_TYPES[kind])
                 file.seek(offset)
                 view = memoryview(value.view(-1).view(torch.uint8).numpy()).cast("B")
@@ -752,6 +750,10 @@ class _LayerStream:
                         raise ValueError(f"{self._path} is cut off at {name}; copy it again")
                     view = view[count:]
                 held[name] = value
+            if hasattr(os, "posix_fadvise"):
+                for name in self._stored[(index + 1) % self._count]:
+                    offset, size, *_ = self._at[name]
+                    os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
         return held
 
 

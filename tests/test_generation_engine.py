@@ -758,6 +758,28 @@ def batch_changes_nothing(model: HybridLanguageModel, options: GenerationConfig,
     assert engine.requests == 5 and engine._rows == [None] * batch
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_prefix_is_run_once_and_begins_every_prompt(any_model: HybridLanguageModel, batch: int):
+    options = replace(GREEDY, max_new_tokens=12, cache_bits=16, drafts=True)
+    rest = [[1, 2, 3], [7], [9, 9, 4, 11]]
+    engine = StreamingGenerationEngine(any_model, options, batch=batch)
+    run, prefill = [], any_model.prefill
+    any_model.prefill = lambda ids, state: run.append(ids.shape[1]) or prefill(ids, state)
+    try:
+        got = [[] for _ in rest]
+        for chunk in engine.serve([Request(ids) for ids in rest], prefix=PROMPT):
+            got[chunk.index] += chunk.ids
+    finally:
+        del any_model.prefill
+    assert run == [len(PROMPT), 2, 3], "the prefix once, then each prompt but for its last token"
+    alone = StreamingGenerationEngine(any_model, options)
+    assert got == [_run(alone, [*PROMPT, *ids]) for ids in rest]
+    assert _run(alone, [5, 6]) == _run(StreamingGenerationEngine(any_model, options), [5, 6])
+    most = any_model.config.max_context_len - 12 - len(PROMPT)
+    with pytest.raises(ValueError, match=f"got {most + len(PROMPT) + 1} \\+ 12 = {most + len(PROMPT) + 13}"):
+        list(engine.serve([Request([1] * (most + 1))], prefix=PROMPT))
+
+
 def test_a_text_that_is_resumed_is_the_one_made_at_once(any_model: HybridLanguageModel):
     """Prompt, answer and second prompt in one, or the second on the state of the first, or on a stored state."""
     options = replace(GREEDY, max_new_tokens=30, drafts=True, loop_tokens=0)

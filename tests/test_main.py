@@ -602,6 +602,10 @@ def test_requests_are_answered_each_as_alone(call, world, tmp_path):
         more = [x for name in ("seed", "max_new_tokens") if name in one
                 for x in (f"--{name.replace('seed', 'sampling-seed').replace('_', '-')}", str(one[name]))]  # fmt: skip
         assert call(*_generate(world, "--prompt", one["prompt"], *more)).out == line["text"] + "\n", one
+    # a prompt beside them begins each, and is run once
+    begun = call(*_generate(world, "--requests", tmp_path / "asked.jsonl", "--prompt", "It was "))
+    texts = {line["index"]: line["text"] for line in map(json.loads, begun.out.splitlines())}
+    assert begun.code == 0 and texts.keys() == {0, 1, 2} and texts[0] != lines[0]["text"]
 
 
 @pytest.mark.parametrize("line, message", [
