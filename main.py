@@ -215,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="one line in, one answer out, until end of input")
     generate.add_argument("--session", metavar="FILE", help="go on from this file's text where it exists; store there")
     generate.add_argument("--trace", metavar="FILE.png", help="plot repetition, entropy and tokens/s over the text")
-    generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt, seed, max_new_tokens}; --prompt begins each")
+    generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt, seed, max_new_tokens}")
     generate.add_argument("--stream-layers", action="store_true",
                           help="read each layer from the file when it runs: a few layers of memory, slower")
     generate.add_argument("--batch", type=_positive, default=8, metavar="N", help="requests that run at once [8]")

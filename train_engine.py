@@ -254,8 +254,17 @@ def describe_device(device: str = "auto") -> DeviceFacts:
     page = os.sysconf("SC_PAGE_SIZE")
     return DeviceFacts(
         kind="cpu", name=f"CPU with {torch.get_num_threads()} threads", memory=page * os.sysconf("SC_PHYS_PAGES"),
-        free=page * os.sysconf("SC_AVPHYS_PAGES"), capability=None, chip=None, probed_peak=_probe_peak("cpu"),
+        free=_free_memory(), capability=None, chip=None, probed_peak=_probe_peak("cpu"),
     )  # fmt: skip
+
+
+def _free_memory(table: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of host memory that a process may have: what caches files counts, for the system gives it back."""
+    try:
+        found = re.search(r"^MemAvailable: *(\d+) kB$", table.read_text("ascii"), re.MULTILINE)
+    except OSError:
+        found = None  # not Linux
+    return 1024 * int(found[1]) if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def chip_facts(name: str) -> DeviceFacts:

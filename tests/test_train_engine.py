@@ -1060,6 +1060,14 @@ def test_capability_line() -> None:
         describe_device("tpu")
 
 
+def test_memory_that_caches_files_is_free(tmp_path: Path) -> None:
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal:       24689756 kB\nMemFree:          231000 kB\nMemAvailable:   22343472 kB\n")
+    assert train_engine._free_memory(table) == 22343472 * 1024
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    assert train_engine._free_memory(tmp_path / "none") == pytest.approx(free, rel=0.5)
+
+
 def test_plan_of_the_full_model_r1() -> None:
     costs = plan(preset("full"), H200)
     assert costs.matrix_parameters == 5_497_569_280 and costs.parameters == preset("full").model.total_parameters
