@@ -1415,6 +1415,10 @@ class TrainState:
         return cls(**values)
 
 
+def _number(value: Tensor | None) -> float | None:
+    return None if value is None else float(value)
+
+
 class TrainResult(NamedTuple):
     """How a run ended: 0, or 130 / 143 after a signal; the weights file if it was written."""
 
@@ -1502,7 +1506,8 @@ class TrainingEngine:
                 self._accumulate(batch, step_plan)
             multiplier = self.scheduler.multiplier(done, step_plan.tokens)
             fraction = done / self.loader.total_tokens
-            self._report = self.optimizer.step(multiplier, fraction, run=self._recorded)
+            # ratios at every step: one more read of the weights, 0.1 % of a step at full size, and one recording less
+            self._report = self.optimizer.step(multiplier, fraction, norms=True, run=self._recorded)
             # in place: a recorded backward pass adds to the tensors that it was recorded with
             self.model.zero_grad(set_to_none=False)
             self._count_skips(self._report.finite)
@@ -1741,6 +1746,8 @@ class TrainingEngine:
             "embedding_lr": factor * config.optimizer.embedding_lr,
             "matrix_gradient_norm": float(self._report.matrix_gradient_norm) if self._report else None,
             "adaptive_gradient_norm": float(self._report.adaptive_gradient_norm) if self._report else None,
+            "matrix_update_ratio": _number(self._report and self._report.matrix_update_ratio),
+            "adaptive_update_ratio": _number(self._report and self._report.adaptive_update_ratio),
             "spectral_penalty": float(self.optimizer.spectral_penalty(state.tokens / self.loader.total_tokens)),
             "tokens_per_second": rate, "seconds": seconds, "empty_steps": state.empty_steps, "skipped_steps": skipped,
             "mfu": flops / self.facts.peak(config.precision.precision) if self.facts.chip else None,

@@ -387,6 +387,9 @@ def test_loss_falls(tmp_path: Path) -> None:
     engine = make_engine(config, one_document(tmp_path / "train", 4000), validation=validation, log=lines.append)
     result = engine.run()
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    ratios = [record[name] for record in records if record["kind"] == "train"
+              for name in ("matrix_update_ratio", "adaptive_update_ratio")]  # fmt: skip
+    assert ratios and all(1e-6 < ratio < 1 for ratio in ratios), "an update is a small part of the weights"
     losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert result.exit_code == 0 and result.step == 30 and len(losses) == 30
     assert losses[-1] < losses[0] - 1.0
