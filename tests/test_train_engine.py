@@ -471,6 +471,34 @@ def test_forgetting_the_optimizer_would_be_seen(tmp_path: Path, monkeypatch: pyt
     assert run_results(tmp_path / "straight")[0] != run_results(tmp_path / "cut")[0]
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, write, seen = many_documents(tmp_path), train_engine.write_checkpoint, []
+    engine = make_engine(tiny_config(steps=9, run_dir=tmp_path / "run", save_every=4), tokens)
+    other = make_engine(tiny_config(steps=9, run_dir=tmp_path / "run", save_every=4), tokens)
+    for _ in range(4):
+        other.train_step()
+    want = {name: value.clone() for name, value in other.model.state_dict().items()}
+
+    def slow(folder: Path, step: int, tensors: dict, *rest: object) -> Path:
+        deadline = time.monotonic() + 20
+        while engine.state.step < min(step + 2, 9) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        seen.append((step, engine.state.step))
+        if step == 4:
+            assert all(torch.equal(value, want[name]) for name, value in tensors["model"].items()), "of a later step"
+        return write(folder, step, tensors, *rest)
+
+    monkeypatch.setattr(train_engine, "write_checkpoint", slow)
+    assert engine.run().exit_code == 0
+    assert [step for step, _ in seen] == [4, 8, 9] and seen[0][1] >= 6
+    # a fault of the write ends the run with its line, and the weights of that run are not written
+    monkeypatch.setattr(train_engine, "write_checkpoint", lambda *_: (_ for _ in ()).throw(TrainingError("no room")))
+    failing = make_engine(tiny_config(steps=9, run_dir=tmp_path / "other", save_every=4), tokens)
+    with pytest.raises(TrainingError, match="no room"):
+        failing.run()
+    assert failing.state.step < 9 and not (tmp_path / "other/final.safetensors").exists()
+
+
 def test_resume_inside_a_log_interval_keeps_its_sums(tmp_path: Path) -> None:
     tokens = one_document(tmp_path)
     first = make_engine(tiny_config(), tokens)
