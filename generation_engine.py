@@ -407,7 +407,6 @@ class StreamingGenerationEngine:
         self._stop_bytes = (options.stop or "").encode()
         self._token_bytes = token_bytes
         self._rows: list[_Row | None] = [None] * batch
-        self._seconds = 0.0
 
         def numbers(*shape: int, kind: torch.dtype = torch.int64, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=kind, device=self.device)
@@ -628,7 +627,8 @@ class StreamingGenerationEngine:
             if row is None or self._rows[number] is not row:
                 continue  # it had ended before this step
             ids = [token for token in line[:depths] if token >= 0]
-            entropies = torch.tensor(line[depths : depths + len(ids)]).view(torch.float64).tolist()
+            bits = torch.tensor(line[depths : depths + len(ids)], dtype=torch.int64)
+            entropies = bits.view(torch.float64).tolist()
             reason = _REASONS[line[-1]]
             row.walked(len(ids), reason != "running", self.depth)
             for token, entropy in zip(ids, entropies, strict=True):
