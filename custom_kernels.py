@@ -42,6 +42,7 @@ __all__ = [
     "causal_convolution",
     "chunk_associative_scan",
     "delta_rule_commit",
+    "delta_rule_operands",
     "delta_rule_step",
     "dequantize_cache",
     "dequantize_fp4",
@@ -591,6 +592,58 @@ def _fused_residual_sphere_bwd_kernel(
 
 
 @_jit
+def _delta_operands_kernel(
+    p_q, p_k, p_v, p_alpha, p_q_out, p_k_out, p_v_out, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """BH heads of one token: q and k over their lengths, alpha v."""
+    i_r = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_k = (o_h < H)[:, None] & (o_k < K)[None, :]
+    m_v = (o_h < H)[:, None] & (o_v < V)[None, :]
+    k_rows = (i_r * H + o_h)[:, None] * K + o_k[None, :]
+    v_rows = (i_r * H + o_h)[:, None] * V + o_v[None, :]
+    b_q = tl.load(p_q + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + v_rows, mask=m_v, other=0.0).to(tl.float32)
+    b_alpha = tl.load(p_alpha + i_r * H + o_h, mask=o_h < H, other=0.0)
+    dtype = p_q_out.dtype.element_ty
+    tl.store(p_q_out + k_rows, (b_q * _rmsnorm_rstd(b_q, 1.0, eps)).to(dtype), mask=m_k)
+    tl.store(p_k_out + k_rows, (b_k * _rmsnorm_rstd(b_k, 1.0, eps)).to(dtype), mask=m_k)
+    tl.store(p_v_out + v_rows, (b_v * b_alpha[:, None]).to(dtype), mask=m_v)
+
+
+@_jit
+def _delta_operands_bwd_kernel(
+    p_q, p_k, p_v, p_alpha, p_dq, p_dk, p_dv, p_dq_out, p_dk_out, p_dv_out, p_dalpha, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """The norms' input gradients, alpha dv, and dalpha = sum over V of v dv."""
+    i_r = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_k = (o_h < H)[:, None] & (o_k < K)[None, :]
+    m_v = (o_h < H)[:, None] & (o_v < V)[None, :]
+    k_rows = (i_r * H + o_h)[:, None] * K + o_k[None, :]
+    v_rows = (i_r * H + o_h)[:, None] * V + o_v[None, :]
+    dtype = p_dq_out.dtype.element_ty
+    b_x = tl.load(p_q + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_g = tl.load(p_dq + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_rstd = _rmsnorm_rstd(b_x, 1.0, eps)
+    tl.store(p_dq_out + k_rows, _rmsnorm_input_gradient(b_g, b_x * b_rstd, b_rstd, 1.0).to(dtype), mask=m_k)
+    b_x = tl.load(p_k + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_g = tl.load(p_dk + k_rows, mask=m_k, other=0.0).to(tl.float32)
+    b_rstd = _rmsnorm_rstd(b_x, 1.0, eps)
+    tl.store(p_dk_out + k_rows, _rmsnorm_input_gradient(b_g, b_x * b_rstd, b_rstd, 1.0).to(dtype), mask=m_k)
+    b_v = tl.load(p_v + v_rows, mask=m_v, other=0.0).to(tl.float32)
+    b_g = tl.load(p_dv + v_rows, mask=m_v, other=0.0).to(tl.float32)
+    b_alpha = tl.load(p_alpha + i_r * H + o_h, mask=o_h < H, other=0.0)
+    tl.store(p_dv_out + v_rows, (b_g * b_alpha[:, None]).to(dtype), mask=m_v)
+    tl.store(p_dalpha + i_r * H + o_h, tl.sum(b_v * b_g, axis=1), mask=o_h < H)
+
+
+@_jit
 def _fused_swiglu_kernel(p_gate, p_up, p_y, n, BLOCK: tl.constexpr):
     """y = gate sigmoid(gate) up."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -698,6 +751,40 @@ class _FusedResidualSphere(torch.autograd.Function):
         return dresidual, dbranch, _partial_sum(partial, weight.dtype), None
 
 
+def _delta_operands_tile(heads: int, key_dim: int, value_dim: int) -> tuple[dict, dict]:
+    """Heads a program: about 4,096 values of q, 16 a thread."""
+    BK, BV = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    BH = min(triton.next_power_of_2(heads), max(1, 4096 // max(BK, BV)))
+    return dict(K=key_dim, V=value_dim, BH=BH, BK=BK, BV=BV), dict(num_warps=8 if BH * max(BK, BV) > 2048 else 4)
+
+
+class _DeltaOperands(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, alpha)
+        ctx.eps = eps
+        (batch, tokens, heads, key_dim), value_dim = q.shape, v.shape[3]
+        tile, options = _delta_operands_tile(heads, key_dim, value_dim)
+        outputs = [torch.empty_like(x) for x in (q, k, v)]
+        _delta_operands_kernel[(batch * tokens, triton.cdiv(heads, tile["BH"]))](
+            q, k, v, alpha, *outputs, heads, eps, **tile, **options
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, alpha = ctx.saved_tensors
+        (batch, tokens, heads, key_dim), value_dim = q.shape, v.shape[3]
+        tile, options = _delta_operands_tile(heads, key_dim, value_dim)
+        gradients = [torch.empty_like(x) for x in (q, k, v, alpha)]
+        _delta_operands_bwd_kernel[(batch * tokens, triton.cdiv(heads, tile["BH"]))](
+            q, k, v, alpha, dq.contiguous(), dk.contiguous(), dv.contiguous(), *gradients, heads, ctx.eps,
+            **tile, **options,
+        )
+        return *gradients, None
+
+
 class _FusedSwiGLU(torch.autograd.Function):
     # 2,048 values a program: 16 a thread, two 16-byte loads of bf16 from each operand
     BLOCK = 2048
@@ -764,6 +851,24 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Return x / sqrt(sum x^2 + eps) over the last dimension: x (..., D), D <= 16,384, same dtype out."""
     _require_rows("x", x)
     return _row_norm(x, None, 1.0, eps)
+
+
+def delta_rule_operands(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the delta rule takes of its projections: q and k at unit length, alpha v; in one pass over memory.
+
+    q, k (B, T, H, K), v (B, T, H, V) of one dtype, alpha (B, T, H) float32 (float64 for float64). Each token and head
+    for itself; results have the dtype of q, norms and products are float32.
+    """
+    found = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, alpha {tuple(alpha.shape)}"
+    fits = q.dim() == 4 and k.shape == q.shape and v.dim() == 4 and v.shape[:3] == alpha.shape == q.shape[:3]
+    _require(fits, f"q, k (B, T, H, K), v (B, T, H, V) and alpha (B, T, H) must agree, {found}")
+    _require(q.dtype == k.dtype == v.dtype, f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    _require_kernel_dtype("q", q)
+    if not _uses_kernel(q) or q.numel() == 0 or v.numel() == 0:
+        return l2_normalize(q, eps), l2_normalize(k, eps), (v * alpha[..., None]).to(v.dtype)
+    return _DeltaOperands.apply(*(x.contiguous() for x in (q, k, v, alpha)), float(eps))
 
 
 def fused_residual_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

@@ -29,8 +29,8 @@ from custom_kernels import (
     causal_convolution,
     chunk_associative_scan,
     delta_rule_commit,
+    delta_rule_operands,
     delta_rule_step,
-    l2_normalize,
     linear_product,
 )
 from model_config import ModelConfig
@@ -147,9 +147,7 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         q, k, v = (self._heads(part) for part in self._convolved(raw, memory, doc_start))
         alpha, beta, log_gamma = self._gates(self._gate_logits(x))
         y, final_state = chunk_associative_scan(
-            l2_normalize(q),
-            l2_normalize(k),
-            (v * alpha[..., None]).to(v.dtype),
+            *delta_rule_operands(q, k, v, alpha),
             beta,
             log_gamma,
             initial_state=None if memory is None else memory.state,
@@ -174,9 +172,8 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         q, k, v = (self._heads(part) for part in parts)
         logits = linear_product(x.float(), self._gate_weight()) if x.dtype != torch.float64 else self._gate_logits(x)
         alpha, beta, log_gamma = self._gates(logits)
-        k = l2_normalize(k)
-        v = (v * alpha[..., None]).to(v.dtype)
-        y = delta_rule_step(l2_normalize(q), k, v, beta, log_gamma, memory.state, parents=parents)
+        q, k, v = delta_rule_operands(q, k, v, alpha)
+        y = delta_rule_step(q, k, v, beta, log_gamma, memory.state, parents=parents)
         return self.output.step(y.flatten(2)), MemoryNodes(k, v, beta, log_gamma, raw)
 
     def commit(self, written: MemoryNodes, memory: MemoryState, path: Tensor) -> None:

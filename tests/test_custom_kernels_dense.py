@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 import custom_kernels
 from custom_kernels import (
     PackedINT8,
+    delta_rule_operands,
     dequantize_int8,
     fused_chunked_cross_entropy,
     fused_residual_sphere,
@@ -231,6 +232,45 @@ def test_linear_product_refuses_wrong_shapes():
 
 # ---------------------------------------------------------------------------
 # Row norms and gated activation
+
+
+def _operands(op):
+    """op's three results side by side, so that one gradient reaches all."""
+    return lambda *inputs: torch.cat([x.flatten(2) for x in op(*inputs)], -1)
+
+
+def _operands_plain(q, k, v, alpha):
+    return l2_normalize_reference(q), l2_normalize_reference(k), (v * alpha[..., None]).to(v.dtype)
+
+
+# heads in one program and in several, dimensions that fill no tile
+OPERAND_SHAPES = [(1, 1, 1, 16, 16), (2, 5, 3, 32, 48), (1, 7, 28, 128, 128), (2, 3, 70, 64, 80)]
+
+
+@pytest.mark.parametrize("device, dtype", DENSE_CASES)
+@pytest.mark.parametrize("B, T, H, K, V", OPERAND_SHAPES)
+def test_delta_rule_operands_parity(device, dtype, B, T, H, K, V):
+    operands_check(device, dtype, B, T, H, K, V)
+
+
+def operands_check(device, dtype, B, T, H, K, V):
+    q, k, v = (dense_random(B, T, H, n, seed=30 + i, device=device, dtype=dtype) for i, n in enumerate((K, K, V)))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    alpha = dense_random(B, T, H, seed=33, device=device, dtype=wide).sigmoid()
+    dense_parity("operands", _operands(delta_rule_operands), _operands(_operands_plain), [q, k, v, alpha])
+    # a token's bits are its own
+    whole = delta_rule_operands(q, k, v, alpha)
+    for got, want in zip(delta_rule_operands(*(x[:, -1:] for x in (q, k, v, alpha))), whole, strict=True):
+        assert torch.equal(got, want[:, -1:])
+
+
+def test_delta_rule_operands_finite_differences_and_refusals():
+    inputs = [dense_random(1, 2, 3, n, seed=i) for i, n in enumerate((4, 4, 5))] + [dense_random(1, 2, 3, seed=4)]
+    dense_finite_difference(_operands(delta_rule_operands), inputs)
+    with pytest.raises(ValueError, match="must agree, got q"):
+        delta_rule_operands(*inputs[:3], inputs[3][:, :1])
+    with pytest.raises(ValueError, match="must have one dtype"):
+        delta_rule_operands(inputs[0].double(), *inputs[1:])
 
 # 2 and 63 rows of a head, more rows than one program holds, rows wider than one warp's share; 3584 is no power of two
 NORM_SHAPES = [(1, 2), (63, 32), (129, 128), (3, 257), (2, 65, 64), (5, 3584)]
@@ -773,6 +813,8 @@ for rows, n_in, n_out in ((1, 7, 5), (3, 1100, 63), (17, 65, 64)):
     t.linear_check("cpu", f32, rows, n_in, n_out)
 for shape in ((1, 2), (63, 32), (3, 257)):
     t.norm_ops("cpu", f32, shape)
+t.operands_check("cpu", f32, 2, 3, 3, 32, 48)
+t.operands_check("cpu", f32, 1, 2, 70, 64, 80)
 t.ce_parity("cpu", f32, 65, 17, 300, weighted=True, denominator=9.0, logit_scale=0.5)
 t.ce_parity("cpu", f32, 2, 9, 4097)
 t.test_b036_cross_entropy_without_any_supervised_token("cpu", f32)
@@ -861,6 +903,15 @@ def _dense_cases() -> list:
             pointers |= dict(p_w="*fp32", p_partial="*fp32")
             types = _dense_types(pointers, "R D", "inv_d eps", div="D", tag=tag)
             cases.append(("_fused_residual_sphere_bwd_kernel", types, constants, options_n))
+        heads = dict(K=128, V=128, BH=32, BK=128, BV=128)
+        parts = ("p_q", "p_k", "p_v")
+        pointers = dict.fromkeys((*parts, *(f"{name}_out" for name in parts)), pointer) | dict(p_alpha="*fp32")
+        types = _dense_types(pointers, "H", "eps", tag=dt)
+        cases.append(("_delta_operands_kernel", types, heads, dict(num_warps=8)))
+        incoming = ("p_dq", "p_dk", "p_dv")
+        pointers = dict.fromkeys((*parts, *incoming, *(f"{name}_out" for name in incoming)), pointer)
+        types = _dense_types(pointers | dict(p_alpha="*fp32", p_dalpha="*fp32"), "H", "eps", tag=dt)
+        cases.append(("_delta_operands_bwd_kernel", types, heads, dict(num_warps=8)))
         types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "P D", div="D", tag=dt)
         cases.append(("_partial_sum_kernel", types, dict(BP=64, BD=32), dict(num_warps=4)))
         types = _dense_types(dict.fromkeys(("p_gate", "p_up", "p_y"), pointer), "n", div="n", tag=dt)
@@ -927,5 +978,5 @@ def test_dense_kernel_compiles(index, capability):
     # shared memory of one block: 227 KB; tensor memory: 512 columns, beyond which the kernel comes out empty
     assert out.metadata.shared <= 232448
     assert (getattr(out.metadata, "tmem_size", 0) or 0) <= 512
-    if any(t == "*bf16" for t in types.values() if isinstance(t, str)) and "BK" in constants:
+    if any(t == "*bf16" for t in types.values() if isinstance(t, str)) and {"BN", "BK"} <= constants.keys():
         assert out.asm["ptx"].count("wgmma.mma_async" if capability == 90 else "tcgen05.mma") > 0

@@ -186,6 +186,10 @@ MUTANTS = [
             f"b_p = tl.exp2(b_s * ({SCALE} * scale2) - m_safe[:, None])")),
     mutant(SCALED, "attention query gradient", "triton", KERNELS, "attention",
            ("b_dsc = b_p * (b_dp - b_delta[:, None])", f"b_dsc = b_p * (b_dp - b_delta[:, None]) * {SCALE}")),
+    mutant(SCALED, "write gate of a value", "triton", KERNELS, "operands",
+           ("tl.store(p_v_out + v_rows, (b_v * b_alpha", f"tl.store(p_v_out + v_rows, (b_v * {SCALE} * b_alpha")),
+    mutant(SCALED, "write gate of a value's gradient", "triton", KERNELS, "operands",
+           ("tl.store(p_dv_out + v_rows, (b_g * b_alpha", f"tl.store(p_dv_out + v_rows, (b_g * {SCALE} * b_alpha")),
     mutant(SCALED, "cross entropy loss", "cpu", KERNELS, "cross_entropy",
            ("torch.where(counted, factor * (lse - ", f"torch.where(counted, {SCALE} * factor * (lse - ")),
     mutant(SCALED, "cross entropy loss", "triton", KERNELS, "cross_entropy",
@@ -382,6 +386,12 @@ def check_attention(device: str, dtype: torch.dtype) -> None:
     t.attention_parity(case, dtype, device)
     if device == "cpu":
         t.attention_parity((1, 130, 9, 2, 1, 32, 90, 2, (45,), -9), dtype, device)
+
+
+def check_operands(device: str, dtype: torch.dtype) -> None:
+    import test_custom_kernels_dense as t
+
+    t.operands_check(device, dtype, 2, 3, 3, 32, 48)
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype) -> None:
