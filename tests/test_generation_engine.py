@@ -286,6 +286,7 @@ def _scripted(engine: StreamingGenerationEngine, text: list[int], pattern: Patte
         )
 
     engine._draft = draft
+    engine._record.active = False  # the script looks at the history, which no recording may
     return engine
 
 
