@@ -380,12 +380,16 @@ class StreamingGenerationEngine:
     ) -> None:
         """Prepare for requests under `options`.
 
-        eos_id ends a text (unless options.ignore_eos) and starts an empty prompt. token_bytes maps an id to its bytes,
-        needed for options.stop. max_length bounds prompt plus output under attention scope full (None = the model's).
+        eos_id ends a text (unless options.ignore_eos), as options.stop_ids do, and starts an empty prompt. token_bytes
+        maps an id to its bytes, needed for options.stop. max_length bounds prompt plus output under attention scope
+        full (None = the model's).
         """
         config = model.config
         if eos_id is not None and not 0 <= eos_id < config.vocab_size:
             raise ValueError(f"eos_id must be within 0..{config.vocab_size - 1}, got {eos_id}")
+        for token in options.stop_ids:
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"a stop id must be within 0..{config.vocab_size - 1}, got {token}")
         if options.stop and token_bytes is None:
             raise ValueError("a stop string must come with token_bytes, which maps an id to its bytes")
         if batch < 1:
@@ -404,7 +408,7 @@ class StreamingGenerationEngine:
         self.state = self._new_state(batch)
         self._alone = self._new_state(1) if batch > 1 else self.state  # a prompt runs here before it joins the batch
         self._shared: DecodeState | None = None  # behind the prefix of the requests that are served
-        self._stop_bytes = (options.stop or "").encode()
+        self._stops = [stop.encode() for stop in options.stop if stop]
         self._token_bytes = token_bytes
         self._rows: list[_Row | None] = [None] * batch
 
@@ -421,6 +425,12 @@ class StreamingGenerationEngine:
         # per depth an id (-1: none); per depth the bits of an entropy; the reason
         self._report = numbers(batch, 2 * (self.depth + 1) + 1)
         self._verified: tuple[Tensor, Tensor, Any] | None = None
+        ends = [*options.stop_ids, *([] if eos_id is None or options.ignore_eos else [eos_id])]
+        self.end_ids = frozenset([*options.stop_ids, *([] if eos_id is None else [eos_id])])  # not for display
+        # (W,) which ids end a text
+        self._ends = numbers(config.vocab_size, kind=torch.bool) if ends else None
+        for token in ends:
+            self._ends[token] = True
         # a recording would hold the addresses of layers that come and go
         self._record = RecordedWork(self.device.type == "cuda" and not model.streamed)
 
@@ -532,7 +542,7 @@ class StreamingGenerationEngine:
         """Loop: free rows take requests, a step is launched, and the step before it is read."""
         waiting, flying = enumerate(requests), deque[tuple[list[_Row | None], Callable[[], list[list[int]]]]]()
         # a stop string is looked for on the host, before the next step may build on it
-        lag = 1 if self.device.type == "cuda" and not self._stop_bytes else 0
+        lag = 1 if self.device.type == "cuda" and not self._stops else 0
         more = True
         try:
             while True:
@@ -603,7 +613,7 @@ class StreamingGenerationEngine:
     def _launch(self) -> Callable[[], list[list[int]]]:
         """Run one step for all rows; return what waits for its report."""
         with torch.no_grad():
-            if self._stop_bytes:
+            if self._stops:
                 self._step(self._record)
             else:
                 self._record(("step",), partial(self._step, lambda _, body: body()))
@@ -655,7 +665,7 @@ class StreamingGenerationEngine:
         run(("verify",), self._verify)
         for depth in range(self.depth + 1):
             run(("choose", depth), partial(self._choose_at, depth))
-            if self._stop_bytes:
+            if self._stops:
                 self._look_for_stop(depth)
         run(("commit",), self._commit)
 
@@ -688,8 +698,8 @@ class StreamingGenerationEngine:
             looped = (self.history.runs >= self.options.loop_tokens).any(1)
             reason = torch.where(looped & (self.history.count >= self.options.min_new_tokens), _LOOP, reason)
         reason = torch.where(self.history.count >= self._limit, _LENGTH, reason)
-        if self._ends_text(self.eos_id):
-            reason = torch.where(token == self.eos_id, _EOS, reason)
+        if self._ends is not None:
+            reason = torch.where(self._ends.gather(0, token), _EOS, reason)
         self._reason.copy_(torch.where(active, reason, self._reason))
         if depth < self.depth:
             below = 2 * node[:, None] + torch.arange(1, DRAFT_WIDTH + 1, device=node.device)  # (B, 2)
@@ -698,11 +708,12 @@ class StreamingGenerationEngine:
             self._node.copy_(below.gather(1, met.int().argmax(1)[:, None])[:, 0])
 
     def _look_for_stop(self, depth: int) -> None:
-        """End the rows whose token of this depth completes the stop string."""
+        """End the rows whose token of this depth completes a stop string, unless the token itself is an end."""
         stopped = [number for number, token in enumerate(self._report[:, depth].tolist())
-                   if token >= 0 and not self._is_end(token) and self._completes_stop(number, token)]  # fmt: skip
+                   if token >= 0 and self._completes_stop(number, token)]  # fmt: skip
         for number in stopped:
-            if int(self.history.count[number]) >= self.options.min_new_tokens:
+            ended = int(self._reason[number]) == _EOS
+            if not ended and int(self.history.count[number]) >= self.options.min_new_tokens:
                 self._reason[number] = _STOP
                 self._active[number] = False
 
@@ -750,13 +761,11 @@ class StreamingGenerationEngine:
         return token, _entropy(penalized)
 
     def _penalized(self, logits: Tensor, history: TextHistory, ahead: Tensor) -> Tensor:
-        """Apply penalties to logits (B, n, W), and forbid the end of text before min_new_tokens."""
+        """Apply penalties to logits (B, n, W), and forbid an end of the text before min_new_tokens."""
         logits = penalize(logits, history, self.options, ahead)
-        if self._ends_text(self.eos_id) and self.options.min_new_tokens:
+        if self._ends is not None and self.options.min_new_tokens:
             early = history.count + ahead.shape[2] < self.options.min_new_tokens
-            logits = logits.clone()
-            end = logits[..., self.eos_id]
-            end.copy_(end.masked_fill(early[:, None], float("-inf")))
+            logits = logits.masked_fill(early[:, None, None] & self._ends, float("-inf"))
         return logits
 
     def _noise(self, position: Tensor) -> Tensor | None:
@@ -765,16 +774,10 @@ class StreamingGenerationEngine:
             return None
         return gumbel_noise(self._seed, position, self.model.config.vocab_size)
 
-    # Small parts
-
-    def _ends_text(self, token: int | None) -> bool:
-        return token is not None and not self.options.ignore_eos
-
-    def _is_end(self, token: int) -> bool:
-        return self._ends_text(self.eos_id) and token == self.eos_id
-
     def _completes_stop(self, number: int, token: int) -> bool:
-        row, size = self._rows[number], len(self._stop_bytes)
+        row, kept = self._rows[number], max(map(len, self._stops)) - 1
+        known = len(row.tail)
         text = row.tail + self._token_bytes(token)
-        row.tail = text[len(text) - size + 1 :] if len(text) >= size else text
-        return self._stop_bytes in text
+        row.tail = text[max(0, len(text) - kept) :]
+        # an occurrence that ends in this token: one before min_new_tokens may still lie in the tail
+        return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)

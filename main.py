@@ -101,6 +101,8 @@ def _form(hint: object) -> dict[str, object]:
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (a for a in get_args(hint) if a is not type(None))
         return _form(inner)
+    if get_origin(hint) is tuple:
+        return {"nargs": "+", **_form(get_args(hint)[0])}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Literal:
@@ -687,17 +689,17 @@ def _load_engine(
     turn_end = info.get("turn_end_id") if chat else None
     if chat and turn_end is None:
         _say("these weights were not trained on conversations: the plain form 'User: ... Assistant:' is used")
-        options = replace(options, stop=options.stop or "\n" + CHAT_USER.strip())
+        options = replace(options, stop=options.stop or ("\n" + CHAT_USER.strip(),))
     end = info["eos_id"] if turn_end is None else turn_end
     engine = StreamingGenerationEngine(model, options, end, batch=batch, token_bytes=token_bytes)
     return _Loaded(engine, tokenizer, info.get("bos_id"), turn_end, info["info_crc32"])
 
 
 class _TextOutput:
-    """Standard output of a text that comes in pieces; what may become the stop string waits until it is decided."""
+    """Standard output of a text that comes in pieces; what may become a stop string waits until it is decided."""
 
-    def __init__(self, stop: str | None, *, shown: bool = True) -> None:
-        self._stop, self._waiting, self._pieces, self._shown = stop or "", "", [], shown
+    def __init__(self, stops: tuple[str, ...], *, shown: bool = True) -> None:
+        self._stops, self._waiting, self._pieces, self._shown = stops, "", [], shown
 
     @property
     def text(self) -> str:
@@ -708,11 +710,11 @@ class _TextOutput:
         """Write a piece, without the stop string that ended the text or an end that may begin one."""
         self._waiting += piece
         if stopped:
-            self._put(self._waiting.rindex(self._stop))
+            self._put(min(at for stop in self._stops if (at := self._waiting.find(stop)) >= 0))
             self._waiting = ""
         else:
-            kept = (n for n in range(1, len(self._stop)) if self._waiting.endswith(self._stop[:n]))
-            self._put(len(self._waiting) - max(kept, default=0))
+            begun = (n for stop in self._stops for n in range(1, len(stop)) if self._waiting.endswith(stop[:n]))
+            self._put(len(self._waiting) - max(begun, default=0))
 
     def flush(self) -> None:
         """Write what waited."""
@@ -737,7 +739,7 @@ def _stream(loaded: _Loaded, prompt: str | list[int]) -> str:
     stream = engine.generate(ids if resume or loaded.first_id is None else [loaded.first_id, *ids], resume=resume)
     try:
         for token in stream:
-            if token != engine.eos_id:
+            if token not in engine.end_ids:
                 output.write(decoder.decode(token), stopped=engine.statistics.stop_reason == "stop")
     except KeyboardInterrupt:
         interrupted = True
@@ -829,7 +831,7 @@ def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: d
                 decoder, done = TextDecoder(loaded.tokenizer), chunk.statistics
                 output = _TextOutput(loaded.engine.options.stop, shown=False)
                 for left, token in zip(range(done.tokens - 1, -1, -1), made[chunk.index], strict=True):
-                    if token != loaded.engine.eos_id:
+                    if token not in loaded.engine.end_ids:
                         output.write(decoder.decode(token), stopped=not left and done.stop_reason == "stop")
                 output.write(decoder.flush())
                 output.flush()
@@ -925,7 +927,7 @@ def _chat(loaded: _Loaded) -> int:
         # only what is new is run: the engine holds the conversation so far
         if loaded.turn_end_id is None:
             # an answer that the stop string ended has opened the next turn itself
-            opened = engine.statistics.stop_reason == "stop" and engine.options.stop == turn.rstrip()
+            opened = engine.statistics.stop_reason == "stop" and engine.options.stop == (turn.rstrip(),)
             _stream(loaded, (CHAT_USER if not engine.held else " " if opened else turn) + said + CHAT_MODEL)
         else:
             cut = [] if engine.last_id in (None, loaded.turn_end_id) else [loaded.turn_end_id]

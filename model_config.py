@@ -461,7 +461,9 @@ class GenerationConfig:
     sampling_seed: int = 0
     cache_bits: Literal[16, 8, 4] = 8
     prefill_chunk: int = 8192
-    stop: str | None = None
+    # texts that end the output, and ids that do so as the end of the text does
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -521,7 +523,7 @@ class Config:
             owner = next((s for s, section in sections.items() if name in _field_names(section)), None)
             if owner is None:
                 raise ValueError(f"unknown setting {name}{suggest_name(name, _all_field_names())}")
-            changes.setdefault(owner, {})[name] = value
+            changes.setdefault(owner, {})[name] = tuple(value) if isinstance(value, list) else value
         made = replace(self, **{s: replace(sections[s], **given) for s, given in changes.items()})
         for name, rule in _READ_UNDER.items():
             if name in values and made.optimizer.lr_rule != rule:
@@ -625,7 +627,8 @@ def config_from_dict(values: dict[str, dict[str, object]]) -> Config:
         strays = sorted(set(given) - known)
         if strays:
             raise ValueError(f"unknown configuration key {section}.{strays[0]}{suggest_name(strays[0], sorted(known))}")
-        built[section] = sections[section](**given)
+        # JSON has lists where a setting is a tuple
+        built[section] = sections[section](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
     return Config(**built)
 
 

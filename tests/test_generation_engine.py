@@ -430,7 +430,7 @@ def test_a_stop_string_may_span_tokens(model: HybridLanguageModel, lead: int):
     written = [b"".join(spell[i] for i in free[: n + 1]) for n in range(60)]
     stop = written[12][-4:-1] if len(spell[free[12]]) == 2 else written[12][-3:]
     end = next(n for n in range(60) if stop in written[n])
-    options = replace(options, stop=stop.decode())
+    options = replace(options, stop=(stop.decode(),))
     plain, text = _plain(model, options, token_bytes=spell.__getitem__)
     assert text == free[: end + 1] and plain.statistics.stop_reason == "stop"
     drafted = StreamingGenerationEngine(model, replace(options, drafts=True), token_bytes=spell.__getitem__)
@@ -439,13 +439,35 @@ def test_a_stop_string_may_span_tokens(model: HybridLanguageModel, lead: int):
     _same(plain, drafted)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_first_of_several_stops_ends_the_text(model: HybridLanguageModel, batch: int):
+    """Strings of different lengths and an id: whichever comes first, whatever the tails that were kept."""
+    options = replace(SAMPLED, max_new_tokens=60)
+    _, free = _plain(model, options)
+    spell = [bytes([97 + i]) for i in range(TINY.vocab_size)]
+    text = "".join(chr(97 + i) for i in free)
+    long, short = text[30:37], text[40:42]
+    ends = {stop: text.index(stop) + len(stop) for stop in (long, short)}
+    once = next(i for i in range(5, 60) if free[i] not in free[:i])
+    cases = ((long, short), ()), ((short, "never there"), ()), ((long,), (free[once],)), ((), (free[once],))
+    for stops, ids in cases:
+        end = min([ends[stop] for stop in stops if stop in ends] + [once + 1] * len(ids))
+        chosen = replace(options, stop=stops, stop_ids=ids, drafts=True)
+        engine = StreamingGenerationEngine(model, chosen, batch=batch, token_bytes=spell.__getitem__)
+        got = [[], []]
+        for chunk in engine.serve([Request(PROMPT), Request(PROMPT)]):
+            got[chunk.index] += chunk.ids
+        assert got == [free[:end]] * 2, (stops, ids)
+        assert engine.statistics.stop_reason == ("eos" if ids and end == once + 1 else "stop")
+
+
 def test_a_stop_string_does_not_span_requests(model: HybridLanguageModel):
     options = replace(SAMPLED, max_new_tokens=10)
     _, free = _plain(model, options)
     spell = [bytes([97 + i]) for i in range(TINY.vocab_size)]
     stop = spell[free[-1]] + spell[free[0]]
     assert stop not in b"".join(spell[i] for i in free)
-    engine, text = _plain(model, replace(options, stop=stop.decode()), token_bytes=spell.__getitem__)
+    engine, text = _plain(model, replace(options, stop=(stop.decode(),)), token_bytes=spell.__getitem__)
     assert text == free and _run(engine) == free
 
 
@@ -529,7 +551,9 @@ def test_impossible_options_are_refused(model: HybridLanguageModel):
     with pytest.raises(ValueError, match="max_new_tokens must be at most max_output_len 1024, got 1025"):
         StreamingGenerationEngine(model, replace(PLAIN, max_new_tokens=1025))
     with pytest.raises(ValueError, match="a stop string must come with token_bytes"):
-        StreamingGenerationEngine(model, replace(PLAIN, stop="end"))
+        StreamingGenerationEngine(model, replace(PLAIN, stop=("end",)))
+    with pytest.raises(ValueError, match=r"a stop id must be within 0\.\.23, got -1"):
+        StreamingGenerationEngine(model, replace(PLAIN, stop_ids=(3, -1)))
     with pytest.raises(ValueError, match=r"eos_id must be within 0\.\.23, got 24"):
         StreamingGenerationEngine(model, PLAIN, eos_id=24)
 
@@ -724,15 +748,15 @@ def test_a_request_has_the_ids_in_a_batch_that_it_has_alone_on_the_gpu(precision
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stop", [None, "zz"], ids=["one graph", "a graph a part"])
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["one graph", "a graph a part"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_steps_are_the_launched_ones_bit_for_bit(precision: str, stop: str | None):
+def test_recorded_steps_are_the_launched_ones_bit_for_bit(precision: str, stop: tuple[str, ...]):
     model = make_model(0, "cuda", precision)
     options = replace(SAMPLED, max_new_tokens=300, drafts=True, stop=stop)
     engines = [StreamingGenerationEngine(model, options, token_bytes=lambda token: bytes([97 + token])) for _ in "ab"]
     engines[0]._record.active = False
     texts = [_run(engine) for engine in engines]
-    assert texts[0] == texts[1] and len(engines[1]._record._graphs) == (1 if stop is None else 5)
+    assert texts[0] == texts[1] and len(engines[1]._record._graphs) == (5 if stop else 1)
     _same(*engines)
 
 

@@ -541,7 +541,7 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(call, world):
 def test_text_that_may_become_the_stop_string_waits(capsys, cut):
     text, stop = "one\nUs two\nUser:", "\nUser:"
     pieces = [text[i : i + cut] for i in range(0, len(text), cut)]
-    output = main._TextOutput(stop)
+    output = main._TextOutput((stop, 'never there'))
     for piece in pieces[:-1]:
         output.write(piece)
         assert stop[:2] not in output.text[-2:]
@@ -549,7 +549,7 @@ def test_text_that_may_become_the_stop_string_waits(capsys, cut):
     output.flush()
     assert output.text == capsys.readouterr().out == "one\nUs two"
     # an end that only began to look like it is shown in the end
-    output = main._TextOutput(stop)
+    output = main._TextOutput((stop, 'never there'))
     output.write("one\nUse")
     assert output.text == "one"
     output.flush()
