@@ -21,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+import custom_kernels
 import train_engine
 from dataset_pipeline import PackedSequenceDataLoader, open_tokens, write_tokens
-from hybrid_model import RecordedWork
+from hybrid_model import HybridLanguageModel, RecordedWork
 from model_config import PRESETS, Config, CurriculumConfig, ModelConfig, PrecisionConfig, TrainConfig, preset
 from train_engine import (
     CHIPS,
@@ -1141,6 +1142,39 @@ def test_planned_activations_are_what_autograd_keeps(tmp_path: Path, recompute: 
     found = sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in weights) / batch.tokens
     planned = train_engine._SAVED_RATIO["cpu"] * train_engine._activation_bytes(config, recompute)
     assert planned == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize("recompute, width", [("none", 0), ("none", 4), ("ffn", 0)])
+def test_planned_activations_are_what_the_kernels_keep(
+    recompute: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers allocate and save as on a GPU, in bf16, while no kernel runs."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    monkeypatch.setattr(jit.JITFunction, "run", lambda self, *args, grid, warmup, **options: None)
+    monkeypatch.setattr(custom_kernels, "_uses_kernel", lambda x: True)
+    monkeypatch.setattr(custom_kernels, "_require", lambda condition, message: None)
+    monkeypatch.setattr(HybridLanguageModel, "compute_type", property(lambda self: torch.bfloat16))
+    # 704 tokens: no side of a matrix, so that 16-bit copies of matrices are told from activations
+    config, tokens = preset("small").with_values({"conv_width": width, "vocab_size": 512}), 704
+    model = HybridLanguageModel(config.model, config.precision)
+    model.init_weights(0)
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        model(ids, doc_start=torch.zeros(1, tokens, dtype=torch.int32), recompute=recompute)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sides = {config.model.hidden_dim, config.model.ffn_dim}
+    found = sum(
+        x.untyped_storage().nbytes() for pointer, x in kept.items()
+        if pointer not in weights and not (x.dim() == 2 and {x.shape[0], x.shape[1]} <= sides)
+    )  # fmt: skip
+    planned = train_engine._SAVED_RATIO["cuda"] * train_engine._activation_bytes(config, recompute)
+    assert planned == pytest.approx(found / tokens, rel=0.05)
 
 
 def test_planned_operations_of_the_draft_head_are_those_done(tmp_path: Path) -> None:
