@@ -307,6 +307,8 @@ class ScheduleConfig:
     average_fraction: float = 0.05
     # time constant of the average as a part of its span
     average_tau_fraction: float = 1 / 3
+    # keep the average in the host's memory: 4 bytes a parameter less on the device, the same bits
+    average_on_host: bool = False
 
     def __post_init__(self) -> None:
         _at_least("total_tokens", self.total_tokens, 1)

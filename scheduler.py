@@ -68,7 +68,8 @@ class TerminalShrinkageAverager:
     The weighted sum is kept undivided and grows with its weights, up to e^{1/average_tau_fraction}: an increment is
     never less than its share of the sum, so none is rounded to nothing as it would be in A + (1 - d)(W - A), which
     stands still once W - A is under 6e-8 / (1 - d) of A. Nothing is stored before the span begins; inside it 4 bytes an
-    element, on the weights' device.
+    element, on the weights' device, or with average_on_host in page-locked host memory: each sum then visits the device
+    for its update, one tensor at a time, so that its bits are the same.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -76,6 +77,8 @@ class TerminalShrinkageAverager:
         self._origin = config.total_tokens
         self._start = config.total_tokens - span
         self._tau = config.average_tau_fraction * span
+        self._on_host = config.average_on_host
+        self._stored: torch.cuda.Event | None = None  # behind the last copy to the host
         self._sums: dict[str, Tensor] = {}
         self._weight = 0.0
         self._latest: dict[str, Tensor] = {}
@@ -106,11 +109,15 @@ class TerminalShrinkageAverager:
         for name, parameter in self._latest.items():
             weight = parameter.detach().float()
             if name in self._sums:
-                # a restored sum may still be where its file was read
-                self._sums[name] = self._sums[name].to(weight.device).add_(weight, alpha=share)
+                # a sum of the host, or a restored one, is not where the weight is
+                total = self._sums[name].to(weight.device, non_blocking=True).add_(weight, alpha=share)
             else:
-                self._sums[name] = weight * share
+                total = weight * share
+            self._keep(name, total)
         self._weight += share
+        if self._on_host and total.is_cuda:
+            self._stored = torch.cuda.Event()
+            self._stored.record()
 
     @torch.no_grad()
     def consolidate(self) -> dict[str, Tensor]:
@@ -122,6 +129,7 @@ class TerminalShrinkageAverager:
         Raises:
             ValueError: before the first update.
         """
+        self._wait()
         if self._sums:
             return {name: total / self._weight for name, total in self._sums.items()}
         if not self._latest:
@@ -130,6 +138,7 @@ class TerminalShrinkageAverager:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weighted sums (`sum/NAME`, live tensors), their `weight` (float64) and `origin` (int64), 0-D."""
+        self._wait()
         weight = torch.tensor(self._weight, dtype=torch.float64)
         origin = torch.tensor(self._origin)
         return {"weight": weight, "origin": origin, **{f"sum/{name}": x for name, x in self._sums.items()}}
@@ -154,7 +163,23 @@ class TerminalShrinkageAverager:
         self._origin = int(state["origin"])
         self._sums = {name: value.clone() for name, value in sums.items()}
 
+    def _keep(self, name: str, total: Tensor) -> None:
+        """Store a sum where sums are kept."""
+        if not (self._on_host and total.is_cuda):
+            self._sums[name] = total
+            return
+        place = self._sums.get(name)
+        if place is None or not place.is_pinned():
+            place = self._sums[name] = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+        place.copy_(total, non_blocking=True)
+
+    def _wait(self) -> None:
+        """Wait for sums that are on their way to the host."""
+        if self._stored is not None:
+            self._stored.synchronize()
+
     def _rescale(self, factor: float) -> None:
+        self._wait()
         self._weight *= factor
         for total in self._sums.values():
             total.mul_(factor)

@@ -477,6 +477,7 @@ def _training_parts(config: Config, kind: str, recompute: str) -> dict[str, int]
         "ffn": 3 * model.ffn_dim * (2 if narrow else 4),
         "layer": _activation_bytes(one_layer, "none") // 3,
     }
+    on_host = config.schedule.average_on_host and kind == "cuda"
     copies = {"none": model.layers, "ffn": model.layers, "layer": 1}[recompute]
     layer_matrices = (model.matrix_parameters - model.embedding_parameters) // model.layers
     # blocks of logits under their bound, the head's whole weight gradient, and hidden states with their gradient
@@ -487,7 +488,7 @@ def _training_parts(config: Config, kind: str, recompute: str) -> dict[str, int]
         "weights": 4 * total,
         "gradients": 4 * total,
         "momentum and moments": 4 * (total - small) + 8 * small,
-        "average": 4 * total if config.schedule.average_fraction > 0 else 0,
+        "average": 4 * total if config.schedule.average_fraction > 0 and not on_host else 0,
         "16-bit copies": 2 * layer_matrices * copies if narrow else 0,
         "activations and cross entropy": activations,
         "optimizer workspace": 4 * _SLICE_TEMPORARIES * min(_SLICE_ELEMENTS, total),

@@ -123,13 +123,13 @@ def _commands() -> dict[str, argparse.ArgumentParser]:
 # a new flag is a reviewed change: add it here, and say in model_config.py what it does
 TRAIN_FLAGS = """
 --adam-beta1 --adam-beta2 --adam-eps --anchor-tokens --attention-layers --attention-output-rule --attention-scope
---average-fraction --average-tau-fraction --chunk-size --clip-norm --context --conv-width --d-base --data --data-dtype
---decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1 --draft-loss-weight-2 --embedding-lr
---eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help --hidden-dim --hypersphere-radius
---initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule --matrix-lr-base --max-context-len
---max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature --momentum --nesterov --newton-schulz-steps
---no-nesterov --no-resume --num-kv-heads --num-query-heads --pace --pace-full --pace-start --precision --preset
---recompute --recurrent-heads
+--average-fraction --average-on-host --average-tau-fraction --chunk-size --clip-norm --context --conv-width --d-base
+--data --data-dtype --decay-fraction --device --doc-at --doc-id --draft-depth --draft-loss-weight-1
+--draft-loss-weight-2 --embedding-lr --eval-every --eval-tokens --ffn-dim --final-lr-fraction --head-dim --help
+--hidden-dim --hypersphere-radius --initial-weights --keep-checkpoints --layers --length-divisor --log-every --lr-rule
+--matrix-lr-base --max-context-len --max-hours --max-output-len --micro-batch-tokens --mix --mix-temperature
+--momentum --nesterov --newton-schulz-steps --no-average-on-host --no-nesterov --no-resume --num-kv-heads
+--num-query-heads --pace --pace-full --pace-start --precision --preset --recompute --recurrent-heads
 --recurrent-key-dim --recurrent-layers --recurrent-value-dim --resume --rms-norm-eps --rope-base-theta --rope-stretch
 --run-dir --save-every --save-every-minutes --seed --sliding-window-size --spectral-end-fraction
 --spectral-hold-fraction --spectral-lambda --spectral-lr --stable-fraction --tokens-per-step --total-tokens --val-data
@@ -142,7 +142,7 @@ def test_the_flags_of_train_are_frozen_and_are_the_configuration():
     assert sorted(flags) == sorted([*TRAIN_FLAGS, "--dry-run"])
     flags.remove("--dry-run")
     names = {f.name for s in fields(Config) if s.name != "generation" for f in fields(get_type_hints(Config)[s.name])}
-    extra = {"-h", "--help", "--preset", "--no-resume", "--no-nesterov"}
+    extra = {"-h", "--help", "--preset", "--no-resume", "--no-nesterov", "--no-average-on-host"}
     assert set(flags) - extra == {f"--{name.replace('_', '-')}" for name in names}
     planned = [flag for action in _commands()["plan"]._actions for flag in action.option_strings]
     assert sorted(planned) == sorted([*flags, "--chip"])

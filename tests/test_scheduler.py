@@ -301,3 +301,35 @@ def test_strays_are_refused():
 def test_impossible_averages_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         TerminalShrinkageAverager(replace(FULL, **change))
+
+
+@pytest.mark.gpu
+def test_an_average_on_the_host_has_the_bits_of_one_on_the_device():
+    """Also restored in the middle, and past the budget, where the sums are scaled anew."""
+    config = replace(FULL, total_tokens=100, average_fraction=0.5)
+    device, host = (TerminalShrinkageAverager(replace(config, average_on_host=on)) for on in (False, True))
+    weights = {"a": torch.randn(300, 70, device="cuda"), "b": torch.randn(5, device="cuda").bfloat16()}
+    for step in range(13):
+        for value in weights.values():
+            value += torch.randn_like(value)
+        for averager in (device, host):
+            averager.update(weights.items(), 10 * step, 10)
+        if step == 7:
+            again = TerminalShrinkageAverager(replace(config, average_on_host=True))
+            again.load_state_dict({name: value.cpu() for name, value in host.state_dict().items()})
+            host = again
+    sums = {name: value for name, value in host.state_dict().items() if name.startswith("sum/")}
+    assert all(value.is_pinned() for value in sums.values()) and device.state_dict()["sum/a"].is_cuda
+    for name, value in sums.items():
+        assert torch.equal(value, device.state_dict()[name].cpu()), name
+    for name, value in device.consolidate().items():  # CUDA divides by a number through its reciprocal
+        torch.testing.assert_close(value.cpu(), host.consolidate()[name], rtol=3e-7, atol=0)
+
+
+def test_an_average_on_the_host_changes_nothing_on_a_cpu():
+    config = replace(FULL, total_tokens=100)
+    one, other = (TerminalShrinkageAverager(replace(config, average_on_host=on)) for on in (False, True))
+    for step in range(12):
+        for averager in (one, other):
+            averager.update([("w", torch.full((3,), float(step) ** 2))], 10 * step, 10)
+    assert torch.equal(one.consolidate()["w"], other.consolidate()["w"])

@@ -43,7 +43,8 @@ def random_tokens(folder: Path, count: int, vocab_size: int) -> TokenFile:
 def build(arguments: argparse.Namespace, tokens: TokenFile, lengths: list[int], steps: int, **values) -> TrainingEngine:
     """Return an engine that takes `steps` steps of each row length."""
     given = dict(tokens_per_step=arguments.tokens_per_step, micro_batch_tokens=arguments.micro_batch_tokens,
-                 context=arguments.context, total_tokens=max(len(tokens) - 1, arguments.tokens_per_step))  # fmt: skip
+                 context=arguments.context, total_tokens=max(len(tokens) - 1, arguments.tokens_per_step),
+                 average_on_host=arguments.average_on_host)  # fmt: skip
     config = preset(arguments.preset).with_values(given | values)
     engine = TrainingEngine(config, tokens, log=lambda line: None)
     sizes = [max(config.curriculum.tokens_per_step, length) for length in lengths]
@@ -131,7 +132,7 @@ def measure_recompute(arguments: argparse.Namespace, tokens: TokenFile, facts: D
     for choice in ("none", "ffn", "layer"):
         config = preset(arguments.preset).with_values({
             "recompute": choice, "micro_batch_tokens": arguments.micro_batch_tokens, "context": arguments.context,
-            "tokens_per_step": arguments.tokens_per_step,
+            "tokens_per_step": arguments.tokens_per_step, "average_on_host": arguments.average_on_host,
         })  # fmt: skip
         need = plan(config, facts).training_bytes
         if need > facts.memory:
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens-per-step", type=int, default=131_072)
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
+    parser.add_argument("--average-on-host", action="store_true", help="leaves its memory to activations")
     parser.add_argument("--steps", type=int, default=2, help="timed")
     parser.add_argument("--lengths", type=int, nargs="+",
                         default=[2048, 4096, 8192, 16_384, 65_536, 131_072, 1_048_576])  # fmt: skip
