@@ -118,10 +118,6 @@ class TextHistory:
         # per period p = 1, 2, ...: for how many tokens each has been the one p tokens before it
         self.runs = torch.zeros(batch, LOOP_PERIOD, dtype=torch.int64, device=device)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Name every stored tensor."""
-        return dict(vars(self))
-
     def reset(self, row: int) -> None:
         """Forget a row's text."""
         for x in vars(self).values():
@@ -424,7 +420,7 @@ class StreamingGenerationEngine:
         self._path = numbers(batch, self.depth + 1, kind=torch.int32)
         # per depth an id (-1: none); per depth the bits of an entropy; the reason
         self._report = numbers(batch, 2 * (self.depth + 1) + 1)
-        self._verified: tuple[Tensor, Tensor, Any] | None = None
+        self._verified: tuple[Tensor, Tensor, Any, list[Tensor | None]] | None = None
         ends = [*options.stop_ids, *([] if eos_id is None or options.ignore_eos else [eos_id])]
         self.end_ids = frozenset([*options.stop_ids, *([] if eos_id is None else [eos_id])])  # not for display
         # (W,) which ids end a text
@@ -670,9 +666,10 @@ class StreamingGenerationEngine:
         run(("commit",), self._commit)
 
     def _verify(self) -> None:
-        ids = self._draft(self._root, self.state.length, self.history)
+        noises = self._noises()
+        ids = self._draft(self._root, noises, self.history)
         hidden, written = self.model.nodes(ids, self.state, self.tree)
-        self._verified = ids, self.model.logits(hidden), written
+        self._verified = ids, self.model.logits(hidden), written, noises
         self._node.zero_()
         self._active.copy_(self._reason == _RUNNING)
         self._path.fill_(-1)
@@ -684,11 +681,11 @@ class StreamingGenerationEngine:
         A choice is recorded before the next node is judged, and a stop ends the walk, so that what follows a stop is
         neither emitted nor committed.
         """
-        ids, logits, _ = self._verified
+        ids, logits, _, noises = self._verified
         active, node = self._active, self._node
         self._path[:, depth] = torch.where(active, node, -1)
         at = node[:, None, None].expand(-1, -1, logits.shape[2])
-        token, entropy = self._choose(logits.gather(1, at)[:, 0], self.state.length + depth + 1, self.history)
+        token, entropy = self._choose(logits.gather(1, at)[:, 0], noises[depth], self.history)
         self.history.push(token, entropy, active)
         self._report[:, depth] = torch.where(active, token, -1)
         self._report[:, self.depth + 1 + depth] = entropy.view(torch.int64)
@@ -723,7 +720,7 @@ class StreamingGenerationEngine:
 
     # Drafts
 
-    def _draft(self, root: Tensor, position: Tensor, history: TextHistory) -> Tensor:
+    def _draft(self, root: Tensor, noises: list[Tensor | None], history: TextHistory) -> Tensor:
         """Fill the tree's nodes with ids (B, N): the roots (B,), then two candidates below each node, by depth.
 
         Depth 1 reads the final hidden state of the token before the root and the root's embedding, depth 2 depth 1's
@@ -734,10 +731,9 @@ class StreamingGenerationEngine:
         for depth in range(self.depth):
             hidden = self.model.draft.step(depth, hidden, self.model.embed(level))
             scores = self._penalized(self.model.logits(hidden), history, ahead).double()
-            noise = self._noise(position + depth + 1)
-            if noise is not None:
+            if noises[depth] is not None:
                 # the entropy along a draft path is not known yet: the temperature is the root's
-                scores = scores / dynamic_temperature(history, self.options)[:, None, None] + noise[:, None]
+                scores = scores / dynamic_temperature(history, self.options)[:, None, None] + noises[depth][:, None]
             best = scores.topk(DRAFT_WIDTH).indices  # (B, n, 2)
             level = best.flatten(1)
             ids.append(level)
@@ -747,9 +743,9 @@ class StreamingGenerationEngine:
 
     # Verification
 
-    def _choose(self, logits: Tensor, position: Tensor, history: TextHistory) -> tuple[Tensor, Tensor]:
-        """Choose the tokens at `position` (B,) from logits (B, W): ids (B,), entropies (B,) float64."""
-        nothing = position.new_empty(len(position), 1, 0)
+    def _choose(self, logits: Tensor, noise: Tensor | None, history: TextHistory) -> tuple[Tensor, Tensor]:
+        """Choose a token of each row from logits (B, W) and its position's noise: ids (B,), entropies (B,) float64."""
+        nothing = history.count.new_empty(len(logits), 1, 0)
         penalized = self._penalized(logits[:, None], history, nothing)[:, 0]
         if self.options.temperature == 0:
             token = penalized.argmax(-1)
@@ -757,7 +753,7 @@ class StreamingGenerationEngine:
             scores = penalized.double() / dynamic_temperature(history, self.options)[:, None]
             if self.options.top_k or self.options.top_p < 1 or self.options.min_p:
                 scores = torch.stack([restrict(row, self.options) for row in scores])
-            token = (scores + self._noise(position)).argmax(-1)
+            token = (scores + noise).argmax(-1)
         return token, _entropy(penalized)
 
     def _penalized(self, logits: Tensor, history: TextHistory, ahead: Tensor) -> Tensor:
@@ -767,6 +763,10 @@ class StreamingGenerationEngine:
             early = history.count + ahead.shape[2] < self.options.min_new_tokens
             logits = logits.masked_fill(early[:, None, None] & self._ends, float("-inf"))
         return logits
+
+    def _noises(self) -> list[Tensor | None]:
+        """Noise of each depth's position behind the state, once a step: its drafts and its choice meet in it."""
+        return [self._noise(self.state.length + depth + 1) for depth in range(self.depth + 1)]
 
     def _noise(self, position: Tensor) -> Tensor | None:
         """Return the noise (B, W) of each row at its position (B,); None at temperature 0."""

@@ -220,7 +220,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--requests", metavar="FILE", help=".jsonl of {prompt, seed, max_new_tokens}")
     generate.add_argument("--stream-layers", action="store_true",
                           help="read each layer from the file when it runs: a few layers of memory, slower")
-    generate.add_argument("--batch", type=_positive, default=8, metavar="N", help="requests that run at once [8]")
+    generate.add_argument("--batch", type=_positive, metavar="N", help="--requests that run at once [8]")
     _add_fields(generate, ("generation",))
     _add_fields(generate, ("model", "precision", "train"), only=("attention_scope", "precision", "device"))
 
@@ -317,6 +317,12 @@ def _log(text: str) -> None:
 def _drop_output() -> None:
     """Point standard output nowhere, so that the flush at the end of the process finds no closed pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _check_folder(flag: str, path: Path) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} must lie in a folder that exists, got {path.parent}")
 
 
 def _message(error: BaseException) -> str:
@@ -780,7 +786,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     Config().with_values(given)  # a setting out of range is refused before the weights are read
     if arguments.requests is not None:
         return _answer_requests(arguments, facts, given)
-    session = None if arguments.session is None else Path(arguments.session)
+    if arguments.batch is not None:
+        raise ValueError("--batch is for --requests; leave it out")
+    session, trace = (None if name is None else Path(name) for name in (arguments.session, arguments.trace))
+    if session is not None:
+        _check_folder("--session", session)
+    if trace is not None:
+        _check_folder("--trace", trace)
+        if trace.suffix != ".png" or arguments.chat:
+            raise ValueError(f"--trace must be a .png and of one text, got {trace}{' of --chat' * arguments.chat}")
     prompt = None if arguments.chat else _read_prompt(arguments)
     streamed = arguments.stream_layers
     loaded = _load_engine(arguments.weights, facts, given, chat=arguments.chat, stream_layers=streamed)
@@ -796,8 +810,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         if session is not None and loaded.engine.held:
             write_session(session, loaded.engine.session(), loaded.weights_crc32)
             _say(f"session: {session}, {session.stat().st_size / 1e6:,.1f} MB")
-        if arguments.trace is not None:
-            _draw_trace(loaded.engine.statistics, Path(arguments.trace))
+        if trace is not None:
+            _draw_trace(loaded.engine.statistics, trace)
     return 0
 
 
@@ -813,7 +827,7 @@ def _answer_requests(arguments: argparse.Namespace, facts: DeviceFacts, given: d
     asked = read_requests(Path(arguments.requests))
     begins = arguments.prompt is not None or arguments.prompt_file is not None
     beginning = _read_prompt(arguments) if begins else ""
-    batch = min(arguments.batch, len(asked))
+    batch = min(arguments.batch or 8, len(asked))
     loaded = _load_engine(arguments.weights, facts, given, batch=batch, stream_layers=arguments.stream_layers)
     opening = [] if loaded.first_id is None else [loaded.first_id]
     prefix, opening = ([*opening, *_encoded(loaded, beginning)], []) if beginning else ([], opening)
@@ -960,8 +974,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
     source, out = Path(arguments.weights), Path(arguments.out)
     if out.resolve() == source.resolve():
         raise ValueError(f"--out must be another file than --weights, got {out} for both")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that exists, got {out.parent}")
+    _check_folder("--out", out)
     before = _loss_of(source, arguments)
     rows, count = [], len(read_weights_info(source)["crc32"])
     with tqdm(total=count, unit="tensor", file=sys.stderr, disable=None) as bar:
@@ -1022,6 +1035,8 @@ def _kernel_harness() -> ModuleType:
 
 def _bench(arguments: argparse.Namespace) -> int:
     device = getattr(arguments, "device", "auto")
+    if arguments.out is not None:
+        _check_folder("--out", Path(arguments.out))
     options = dict(only=arguments.only, quick=arguments.quick, peers=arguments.peers, out=arguments.out)
     return _kernel_harness().bench(**options, device=device, log=_log)
 

@@ -136,7 +136,7 @@ def test_each_root_of_a_foreign_text_is_judged_as_the_engine_would_there(model, 
         """What generation emits at a position of the text."""
         engine.state.reset()
         hidden = model.prefill(torch.tensor([ids[:position]]), engine.state)
-        return int(engine._choose(model.logits(hidden[:, -1:])[0], torch.tensor([position]), engine.history)[0])
+        return int(engine._choose(model.logits(hidden[:, -1:])[0], engine._noise(engine.state.length), engine.history)[0])
 
     seen = set()
     for at in range(count):
@@ -144,7 +144,7 @@ def test_each_root_of_a_foreign_text_is_judged_as_the_engine_would_there(model, 
         engine.state.reset()
         model.prefill(torch.tensor([ids[:root]]), engine.state)
         with torch.no_grad():
-            nodes = engine._draft(torch.tensor([ids[root]]), engine.state.length, engine.history)[0].tolist()
+            nodes = engine._draft(torch.tensor([ids[root]]), engine._noises(), engine.history)[0].tolist()
         chosen = choice(root + 1)
         assert met.hit[1, at] == (chosen == ids[root + 1])
         assert met.one[1, at].tolist() == [chosen == nodes[1], chosen in nodes[1:3]]

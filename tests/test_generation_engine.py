@@ -359,7 +359,7 @@ def test_proposals_are_what_the_draft_head_was_trained_to_predict(model: HybridL
     # a bonus in place of a penalty, large enough to decide: the draft at depth 1 must count at depth 2
     engine = StreamingGenerationEngine(model, replace(GREEDY, drafts=True, frequency_penalty=-99.0))
     model.prefill(ids[:, :-1], engine.state)
-    proposed = engine._draft(ids[0, -1:], engine.state.length, engine.history)[0].tolist()
+    proposed = engine._draft(ids[0, -1:], engine._noises(), engine.history)[0].tolist()
     with torch.no_grad():
         hidden = model(ids).hidden
         for first in proposed[1:3]:
@@ -696,10 +696,10 @@ def _freeze_temperature(engine: StreamingGenerationEngine) -> None:
     # the next choice does not see the entropies of those before
     choose = engine._choose
 
-    def frozen(logits, position, history):
+    def frozen(logits, noise, history):
         blind = copy.copy(history)
         blind.entropies = torch.full_like(history.entropies, LAW.entropy_low)
-        return choose(logits, position, blind)
+        return choose(logits, noise, blind)
 
     engine._choose = frozen
 
@@ -708,12 +708,12 @@ def _emit_any_candidate(engine: StreamingGenerationEngine) -> None:
     # accepts the drafter's first candidate in place of the model's own choice
     choose, draft = engine._choose, engine._draft
 
-    def drafting(root, position, history):
-        engine._ids_of_step = draft(root, position, history)
+    def drafting(root, noises, history):
+        engine._ids_of_step = draft(root, noises, history)
         return engine._ids_of_step
 
-    def choosing(logits, position, history):
-        token, entropy = choose(logits, position, history)
+    def choosing(logits, noise, history):
+        token, entropy = choose(logits, noise, history)
         return torch.where(history.count == 1, engine._ids_of_step[:, 1], token), entropy
 
     engine._draft, engine._choose = drafting, choosing

@@ -622,6 +622,20 @@ def test_bad_requests_are_one_line(call, world, tmp_path, line, message):
     assert outcome.code == 2 and "--chat is for one text; leave it out beside --requests" in outcome.err
 
 
+@pytest.mark.parametrize("words, message", [
+    (["--session", "absent/talk.session"], "--session must lie in a folder that exists, got absent"),
+    (["--trace", "absent/trace.png"], "--trace must lie in a folder that exists, got absent"),
+    (["--trace", "trace.jsonl"], "--trace must be a .png and of one text, got trace.jsonl"),
+    (["--chat", "--trace", "trace.png"], "--trace must be a .png and of one text, got trace.png of --chat"),
+    (["--batch", "2"], "--batch is for --requests; leave it out"),
+    (["--requests", "absent.jsonl"], "absent.jsonl: No such file or directory"),
+])  # fmt: skip
+def test_what_could_not_be_kept_is_refused_before_the_work(call, world, monkeypatch, words, message):
+    monkeypatch.setattr(main, "load_weights", lambda *_, **__: pytest.fail("the weights were read"))
+    outcome = call(*_generate(world, *words))
+    assert outcome.code == 2 and outcome.err.splitlines()[-1] == f"error: {message}" and outcome.out == ""
+
+
 def test_a_trace_is_a_picture_and_its_points(call, world, tmp_path, monkeypatch):
     monkeypatch.setattr("generation_engine.CURVE_TOKENS", 8)
     trace = tmp_path / "trace.png"

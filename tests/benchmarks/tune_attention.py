@@ -17,7 +17,6 @@ Predicted for one H200 before any run, from products at 0.8 of the measured matr
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ if not CUDA:
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import test_custom_kernels_attention as tests  # noqa: E402
+from triton.testing import do_bench  # noqa: E402
 
 import custom_kernels  # noqa: E402
 
@@ -95,18 +95,11 @@ def stage_call(stage: str, leaves, dy):
 
 
 def milliseconds(call) -> float:
-    """Median of seven calls after two that warm up; 0 without a GPU, where it is called once."""
-    times = []
-    for _ in range(9 if CUDA else 0):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        call()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    if not CUDA:
-        call()
-    return statistics.median(times[2:] or [0.0])
+    """Median milliseconds; 0 without a GPU, where it is called once."""
+    if CUDA:
+        return do_bench(call, warmup=20, rep=100, return_mode="median")
+    call()
+    return 0.0
 
 
 def teraflops(T: int, products: float, ms: float) -> float:

@@ -16,7 +16,6 @@ Predicted for one H200 (TFLOP/s; the library reaches 685): now 450 to 480, four 
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from helpers import assert_close  # noqa: E402
+from triton.testing import do_bench  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import custom_kernels  # noqa: E402
@@ -101,18 +101,11 @@ def replaced(numbers: tuple[int, ...]):
 
 
 def milliseconds(call) -> float:
-    """Median of seven calls after two that warm up; 0 without a GPU, where it is called once."""
-    times = []
-    for _ in range(9 if CUDA else 0):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        call()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last))
-    if not CUDA:
-        call()
-    return statistics.median(times[2:] or [0.0])
+    """Median milliseconds; 0 without a GPU, where it is called once."""
+    if CUDA:
+        return do_bench(call, warmup=20, rep=100, return_mode="median")
+    call()
+    return 0.0
 
 
 def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
