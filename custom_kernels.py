@@ -2279,9 +2279,10 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     narrow = dict(BV=BV, num_warps=2 if low else 8, num_stages=1)
     # sm_90: four warps, since the compiler gives all of eight the same 64 rows, and each product is made twice; 64
     # columns in 255 registers, so that two programs share a multiprocessor and its 227 KB of shared memory. Both hold a
-    # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (five, 74 KB)
-    ahead = dict(BV=min(widest, 64), num_warps=4, num_stages=2) if hopper else narrow
-    at_once = dict(BV=min(widest, 64), num_warps=4, num_stages=1) if hopper else narrow
+    # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (five, 74 KB).
+    # Never 32 columns: with the matrix instruction of that width the outputs' walk read outside its memory
+    ahead = dict(BV=64, num_warps=4, num_stages=2) if hopper else narrow
+    at_once = dict(BV=64, num_warps=4, num_stages=1) if hopper else narrow
     return SimpleNamespace(
         NC=chunks,
         segments=triton.cdiv(chunks, length),
@@ -2295,7 +2296,7 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
         back=at_once,
         carry=dict(BV=min(widest, 16), num_warps=4, num_stages=1),
         # the tiles of both halves of the columns are on their way before the first product: 139 KB
-        inputs=dict(BV=min(widest, 64) if hopper else BV, MERGE=merge, num_warps=8, num_stages=3 if hopper else 1),
+        inputs=dict(BV=64 if hopper else BV, MERGE=merge, num_warps=8, num_stages=3 if hopper else 1),
     )
 
 

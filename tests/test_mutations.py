@@ -382,10 +382,10 @@ def check_attention(device: str, dtype: torch.dtype) -> None:
     """Carried window and anchors, and a document that starts within the segment; then tiles that need no mask."""
     import test_custom_kernels_attention as t
 
-    case = (1, 24, 5, 2, 1, 32, 4, 2, (11,), -9) if device == "cpu" else t.ATTENTION_CASES["prefix-old-anchors"]
-    t.attention_parity(case, dtype, device)
-    if device == "cpu":
-        t.attention_parity((1, 130, 9, 2, 1, 32, 90, 2, (45,), -9), dtype, device)
+    on_cpu = (1, 24, 5, 2, 1, 32, 4, 2, (11,), -9), (1, 130, 9, 2, 1, 32, 90, 2, (45,), -9)
+    cases = on_cpu if device == "cpu" else [t.ATTENTION_GPU_CASES[x] for x in ("prefix-old-anchors", "full-tiles")]
+    for case in cases:
+        t.attention_parity(case, dtype, device)
 
 
 def check_operands(device: str, dtype: torch.dtype) -> None:
