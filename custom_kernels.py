@@ -1735,16 +1735,19 @@ def _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT: tl.constexpr):
 
 
 @_jit
-def _scan_decays(p_gate, b_doc, o_t, BT: tl.constexpr):
+def _scan_decays(p_gate, b_doc, o_t, BT: tl.constexpr, ACROSS: tl.constexpr):
     """Decays between a chunk's tokens: E_ij = prod_{m=j+1}^{i-1} gamma_m of the prediction for doc_start_i <= j < i,
-    D_ij = gamma_i E_ij of the output, 1 for j = i; zero elsewhere. One exponential serves both."""
+    D_ij = gamma_i E_ij of the output, 1 for j = i; zero elsewhere. One exponential serves both. ACROSS: the axis that i
+    does not run along, 1 for tiles (i, j), 0 for (j, i)."""
+    ALONG: tl.constexpr = 1 - ACROSS
     out_coarse, out_fine = tl.load(p_gate), tl.load(p_gate + BT)
     pre_coarse, pre_fine = tl.load(p_gate + 2 * BT), tl.load(p_gate + 3 * BT)
-    o_i, o_j = o_t[:, None], o_t[None, :]
-    exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])
-    b_e = tl.exp(tl.where((o_j < o_i) & (o_j >= b_doc[:, None]), exponent, float("-inf")))
+    o_i, o_j = tl.expand_dims(o_t, ACROSS), tl.expand_dims(o_t, ALONG)
+    coarse = tl.expand_dims(pre_coarse, ACROSS) - tl.expand_dims(out_coarse, ALONG)
+    exponent = coarse + (tl.expand_dims(pre_fine, ACROSS) - tl.expand_dims(out_fine, ALONG))
+    b_e = tl.exp(tl.where((o_j < o_i) & (o_j >= tl.expand_dims(b_doc, ACROSS)), exponent, float("-inf")))
     gamma = tl.exp((out_coarse - pre_coarse) + (out_fine - pre_fine))
-    return tl.where(o_i == o_j, 1.0, gamma[:, None] * b_e), b_e
+    return tl.where(o_i == o_j, 1.0, tl.expand_dims(gamma, ACROSS) * b_e), b_e
 
 
 @_jit
@@ -1848,7 +1851,7 @@ def _chunk_associative_scan_kernel(
     # the decays are read back, from the cache, in the layout of the products: running sums would pull both tiles of
     # pairs into their own layout, at 500 instructions a thread more
     tl.debug_barrier()
-    b_d, b_e = _scan_decays(p_gate, b_doc, o_t, BT)
+    b_d, b_e = _scan_decays(p_gate, b_doc, o_t, BT, 1)
     b_pair = b_d * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     _scan_store(pair_ptr + i_chunk * (BT * BT), b_pair, o_t, o_t, BT, BT, BT)
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
@@ -2030,33 +2033,18 @@ def _chunk_scan_dstate_kernel(
         _scan_store(dinitial_ptr + i_bh * (K * V), b_ds, o_k, o_v, V, K, tl.where(i_s == 0, V, 0))
 
 
-@_jit
-def _scan_dgate(b_gain, b_loss, out_entry, pre_entry, dend, o_t, PRECISION: tl.constexpr):
-    """Gradient of the log decays from the gradients of all exponents: m collects each pair j < m <= i (outputs, gain)
-    and j < m < i (predictions, loss). Sums of terms, never differences of a row's sums: a decay of -80 gets 0, not
-    rounding noise."""
-    o_m = o_t[:, None]
-    o_i = o_t[None, :]
-    # product with ones: running sums over a tile's rows or columns are a chain of shuffles and barriers
-    # (tf32 cuts 3e-4 of the result, emulated); subtracted, since two sums would be chained in one accumulator
-    b_dg = tl.dot((o_i >= o_m).to(tl.float32), b_gain, input_precision=PRECISION)  # (m, j)
-    b_dg -= tl.dot((o_i > o_m).to(tl.float32), b_loss, input_precision=PRECISION)
-    b_dg = tl.where(o_i < o_m, b_dg + dend[None, :], 0.0)
-    b_dg += tl.where(o_i >= o_m, out_entry[None, :], 0.0)
-    b_dg += tl.where(o_i > o_m, pre_entry[None, :], 0.0)
-    return tl.sum(b_dg, axis=1)
-
-
 @_jit_dynamic("T", "NC")
-def _chunk_scan_dinput_kernel(
-    q_ptr, k_ptr, doc_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr, dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
+def _chunk_scan_dpair_kernel(
+    q_ptr, k_ptr, doc_ptr, gate_ptr, w_ptr, do_ptr, dv_ptr, dpair_ptr, dsolve_ptr, dbeta_ptr, dg_ptr,
     T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
-    """One chunk: with dP = do w^T, dA = dv w^T, D and E the decays of outputs and predictions, X = dA beta E,
-    dQ = out do S^T + (dP beta D) K, dK = (dP beta D)^T Q - (X + X^T) K - pre dv S^T + to_end beta w dS^T;
-    dK is built as dK^T, whose products need no transposed accumulator on the left. beta_j collects what the write u_j
-    gets, the terms of dP and to_end k . (dS w), and the column of A."""
+    """Pairs of one chunk: with dP = do w^T, dA = dv w^T, D and E the decays of outputs and predictions, keeps
+    dP beta D and dA beta E for the gradients of q and k, and the pairs' part of those of beta_j (what the write u_j
+    gets through the outputs, and the column of A) and of the log decays.
+
+    Tiles are (j, i), source by target: sums over targets stay in a warp, and what is summed up to a token is a product
+    whose left side lies in registers already."""
     i_chunk = tl.program_id(0).to(tl.int64)
     i_c, i_bh = i_chunk % NC, i_chunk // NC
     i_b, i_h = i_bh // H, i_bh % H
@@ -2064,14 +2052,71 @@ def _chunk_scan_dinput_kernel(
     o_k = tl.arange(0, BK)
     n_t = T - i_c * BT
     i_token = (i_b * T + i_c * BT) * H + i_h
-    m_t = o_t < n_t
     p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
     b_dp = tl.zeros((BT, BT), tl.float32)
     b_da = tl.zeros((BT, BT), tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_w = _scan_load(w_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
+        b_dp += tl.dot(b_w, tl.trans(b_do), input_precision=PRECISION)
+        b_da += tl.dot(b_w, tl.trans(b_dv), input_precision=PRECISION)
+    b_beta = tl.load(p_gate + 7 * BT)
+    b_d, b_e = _scan_decays(p_gate, _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT), o_t, BT, 0)
+    b_dp *= b_d
+    b_da *= b_e
+    p_pair = i_chunk * (BT * BT)
+    _scan_store(dpair_ptr + p_pair, b_dp * b_beta[:, None], o_t, o_t, BT, BT, BT)
+    _scan_store(dsolve_ptr + p_pair, b_da * b_beta[:, None], o_t, o_t, BT, BT, BT)
+
+    b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_gain = b_dp * tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_net = b_gain - b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    tl.store(dbeta_ptr + i_token + o_t * H, tl.sum(b_net, axis=1), mask=o_t < n_t)
+    # a decay m lies on the way of the pairs j < m <= i of outputs, j < m < i of predictions. Only those are summed,
+    # never differences of a row's sums: a decay of -80 gets 0, not rounding noise
+    b_gain *= b_beta[:, None]
+    b_net *= b_beta[:, None]
+    m_behind = o_t[:, None] > o_t[None, :]  # (i, m)
+    if q_ptr.dtype.element_ty == tl.float32:
+        b_sum = tl.dot(b_net, m_behind.to(tl.float32), input_precision=PRECISION)  # (j, m)
+    else:
+        # in two halves of 8 bits (tf32 cuts 3e-4 of the result); subtracted, since two sums would be chained in one
+        # accumulator
+        b_high = b_net.to(b_q.dtype)
+        b_rest = (b_high.to(tl.float32) - b_net).to(b_q.dtype)
+        b_sum = tl.dot(b_high, m_behind.to(b_q.dtype)) - tl.dot(b_rest, m_behind.to(b_q.dtype))
+    b_dg = tl.sum(tl.where(o_t[:, None] < o_t[None, :], b_sum + b_gain, 0.0), axis=0)
+    tl.store(dg_ptr + i_token + o_t * H, b_dg, mask=o_t < n_t)
+
+
+@_jit_dynamic("T", "NC", "PART")
+def _chunk_scan_dinput_kernel(
+    q_ptr, k_ptr, gate_ptr, w_ptr, states_ptr, do_ptr, dv_ptr, dstates_ptr, dpair_ptr, dsolve_ptr,
+    dq_ptr, dk_ptr, dbeta_ptr, dg_ptr,
+    T, NC, H, PART, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+):  # fmt: skip
+    """BK key columns of one chunk: with P = dP beta D and X = dA beta E of the pairs, both stored transposed,
+    dQ = out do S^T + P K, dK = P^T Q - (X + X^T) K - pre dv S^T + to_end beta w dS^T, and these columns' part, PART
+    elements from the pairs' own, of the gradients of beta (to_end k . (dS w)) and of the log decays: what passes from
+    the entering state to each token, and from each to the leaving one."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_chunk = (tl.program_id(0) // NK).to(tl.int64)
+    i_c, i_bh = i_chunk % NC, i_chunk // NC
+    i_b, i_h = i_bh // H, i_bh % H
+    o_t = tl.arange(0, BT)
+    o_k = i_k * BK + tl.arange(0, BK)
+    n_t = T - i_c * BT
+    i_token = (i_b * T + i_c * BT) * H + i_h
+    p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
     b_dq = tl.zeros((BT, BK), tl.float32)
-    b_dk = tl.zeros((BK, BT), tl.float32)
-    b_dk_end = tl.zeros((BK, BT), tl.float32)
-    dcarry = 0.0
+    b_dk = tl.zeros((BT, BK), tl.float32)
+    b_dk_end = tl.zeros((BT, BK), tl.float32)
+    b_carry = tl.zeros((BK,), tl.float32)
     # the only loop over what is as large as the state: each tile is read once
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
@@ -2080,48 +2125,36 @@ def _chunk_scan_dinput_kernel(
         b_dv = _scan_load(dv_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
         b_s = _scan_load(states_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
         b_ds = _scan_load(dstates_ptr + i_chunk * (K * V), o_k, o_v, V, K, V)
-        b_dp += tl.dot(b_do, tl.trans(b_w), input_precision=PRECISION)
-        b_da += tl.dot(b_dv, tl.trans(b_w), input_precision=PRECISION)
         b_dq += tl.dot(b_do, tl.trans(b_s), input_precision=PRECISION)
-        b_dk += tl.dot(b_s, tl.trans(b_dv), input_precision=PRECISION)
-        b_dk_end += tl.dot(b_ds, tl.trans(b_w), input_precision=PRECISION)
-        dcarry += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32))
-    dcarry *= tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+        b_dk += tl.dot(b_dv, tl.trans(b_s), input_precision=PRECISION)
+        b_dk_end += tl.dot(b_w, tl.trans(b_ds), input_precision=PRECISION)
+        b_carry += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), axis=1)
 
     b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
     b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
+    b_dp = _scan_load(dpair_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)  # P^T (j, i)
+    b_x = _scan_load(dsolve_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)  # X^T (j, i)
     # decays and beta after the sums, where they are one number a token
-    b_kt = tl.trans(b_k).to(tl.float32)
     pre_entry, out_entry = tl.load(p_gate + 4 * BT), tl.load(p_gate + 5 * BT)
     to_end, b_beta = tl.load(p_gate + 6 * BT), tl.load(p_gate + 7 * BT)
-    z_end = to_end * tl.sum(b_dk_end * b_kt, axis=0)
-    z_pre = -pre_entry * tl.sum(b_dk * b_kt, axis=0)
+    z_end = to_end * tl.sum(b_dk_end * b_k.to(tl.float32), axis=1)
+    z_pre = -pre_entry * tl.sum(b_dk * b_k.to(tl.float32), axis=1)
     z_out = out_entry * tl.sum(b_dq * b_q.to(tl.float32), axis=1)
-    b_dk = (to_end * b_beta)[None, :] * b_dk_end - pre_entry[None, :] * b_dk
-    b_dq *= out_entry[:, None]
+    part = (1 + i_k).to(tl.int64) * PART + i_token
+    tl.store(dbeta_ptr + part + o_t * H, z_end, mask=o_t < n_t)
+    o_i, o_m = o_t[:, None], o_t[None, :]
+    b_dg = tl.where(o_i > o_m, (z_out + z_pre)[:, None], tl.where(o_i < o_m, (z_end * b_beta)[:, None], z_out[:, None]))
+    carried = tl.sum(b_carry) * tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)
+    tl.store(dg_ptr + part + o_t * H, tl.sum(b_dg, axis=0) + carried, mask=o_t < n_t)
 
-    b_d, b_e = _scan_decays(p_gate, _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT), o_t, BT)
-    b_dp *= b_d
-    b_da *= b_e
-    b_z_out = b_dp * tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_z_pre = b_da * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    tl.store(dbeta_ptr + i_token + o_t * H, z_end + tl.sum(b_z_out - b_z_pre, axis=0), mask=m_t)
-    b_z_out *= b_beta[None, :]
-    b_z_pre *= b_beta[None, :]
-    b_dg = _scan_dgate(b_z_out, b_z_pre, z_out, z_pre, z_end * b_beta, o_t, MERGE)
-    tl.store(dg_ptr + i_token + o_t * H, b_dg + dcarry, mask=m_t)
-
-    b_dp = (b_dp * b_beta[None, :]).to(b_q.dtype)
-    b_x = b_da * b_beta[None, :]
-    b_x = (b_x + tl.trans(b_x)).to(b_q.dtype)
-    b_dq += tl.dot(b_dp, b_k, input_precision=PRECISION)
-    # gain - loss: a difference keeps the compiler from chaining both products in one accumulator
-    b_gain = tl.dot(tl.trans(b_q), b_dp, input_precision=PRECISION)
-    b_loss = tl.dot(tl.trans(b_k), b_x, input_precision=PRECISION)
-    b_dk += b_gain - b_loss
+    b_dk = (to_end * b_beta)[:, None] * b_dk_end - pre_entry[:, None] * b_dk
+    b_dq = out_entry[:, None] * b_dq + tl.dot(tl.trans(b_dp), b_k, input_precision=PRECISION)
+    # one product is added and two are subtracted, each by itself: sums would be chained in one accumulator
+    b_dk += tl.dot(b_dp, b_q, input_precision=PRECISION)
+    b_dk -= tl.dot(b_x, b_k, input_precision=PRECISION)
+    b_dk -= tl.dot(tl.trans(b_x), b_k, input_precision=PRECISION)
     _scan_store(dq_ptr + i_token * K, b_dq, o_t, o_k, H * K, n_t, K)
-    p_dk = dk_ptr + i_token * K + o_t[None, :] * (H * K) + o_k[:, None]
-    tl.store(p_dk, b_dk.to(dk_ptr.dtype.element_ty), mask=(o_k[:, None] < K) & m_t[None, :])
+    _scan_store(dk_ptr + i_token * K, b_dk, o_t, o_k, H * K, n_t, K)
 
 
 def _scan_chunks(x: Tensor, chunk: int) -> Tensor:
@@ -2280,7 +2313,8 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     # sm_90: four warps, since the compiler gives all of eight the same 64 rows, and each product is made twice; 64
     # columns in 255 registers, so that two programs share a multiprocessor and its 227 KB of shared memory. Both hold a
     # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (five, 74 KB).
-    # Never 32 columns: with the matrix instruction of that width the outputs' walk read outside its memory
+    # Never 32 columns, nor 32 keys below: with matrix instructions of that width results were wrong, and a walk read
+    # outside its shared memory
     ahead = dict(BV=64, num_warps=4, num_stages=2) if hopper else narrow
     at_once = dict(BV=64, num_warps=4, num_stages=1) if hopper else narrow
     return SimpleNamespace(
@@ -2295,8 +2329,12 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
         states=ahead,
         back=at_once,
         carry=dict(BV=min(widest, 16), num_warps=4, num_stages=1),
-        # the tiles of both halves of the columns are on their way before the first product: 139 KB
-        inputs=dict(BV=64 if hopper else BV, MERGE=merge, num_warps=8, num_stages=3 if hopper else 1),
+        pairs=dict(BV=64 if hopper else BV, num_warps=4 if low else 8, num_stages=2 if hopper else 1),
+        # 64 keys in four warps: three accumulators in 255 registers, two programs a multiprocessor. Measured, one H200,
+        # 4 x 8,192 tokens: 1.16 ms with both halves of the columns on their way at once, 1.08 one after the other (and
+        # 0.54 of the pairs); pairs and all keys of a chunk in one kernel of eight warps took 2.22
+        inputs=dict(BK=64 if hopper else min(BK, 64 if low else 32), BV=64 if hopper else BV,
+                    num_warps=4 if low else 8, num_stages=1),
     )
 
 
@@ -2373,12 +2411,19 @@ def _chunk_associative_scan_bwd(q, k, v, doc_start, inverse, pair, gates, enteri
     dends = gates.new_empty(B, H, maps.shape[2], K, V)
     walk_back(dfinal, dends, tiles.segments - 1, True)
     walk_back(_scan_carry(dfinal, maps, dends, tiles, True), dinitial, tiles.segments, False)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dbeta, dlog_gamma = gates.new_empty(B, T, H), gates.new_empty(B, T, H)
-    _chunk_scan_dinput_kernel[(NC * B * H,)](
-        q, k, doc_start, gates, w, states, do, dv, dstates, dq, dk, dbeta, dlog_gamma,
-        T, NC, H, **tiles.sizes, **tiles.inputs,
+    # the pairs' part of the gates' gradients, then one of each block of keys
+    keys = triton.cdiv(K, tiles.inputs["BK"])
+    dgates = gates.new_empty(2, 1 + keys, B, T, H)
+    dpair, dsolve = torch.empty_like(pair), torch.empty_like(pair)
+    _chunk_scan_dpair_kernel[(NC * B * H,)](
+        q, k, doc_start, gates, w, do, dv, dpair, dsolve, *dgates, T, NC, H, **tiles.sizes, **tiles.pairs,
     )  # fmt: skip
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    _chunk_scan_dinput_kernel[(NC * B * H * keys,)](
+        q, k, gates, w, states, do, dv, dstates, dpair, dsolve, dq, dk, *dgates,
+        T, NC, H, B * T * H, **tiles.sizes | tiles.inputs,
+    )  # fmt: skip
+    dbeta, dlog_gamma = dgates.sum(1)
     return dq, dk, dv, dbeta, dlog_gamma, dinitial
 
 

@@ -676,7 +676,8 @@ def _scan_compile_cases():
     """(kernel and form, bf16 or f32, D): narrow heads take other tiles in bf16."""
     entry = ("_chunk_associative_scan_kernel", "_delta_rule_step_kernel", "_delta_rule_commit_kernel")
     walks = ("_chunk_scan_walk_kernel", "_chunk_scan_walk_kernel KEEP", "_chunk_scan_walk_kernel MAPS")
-    back = ("_chunk_scan_dstate_kernel", "_chunk_scan_dstate_kernel MAPS", "_chunk_scan_dinput_kernel")
+    back = ("_chunk_scan_dstate_kernel", "_chunk_scan_dstate_kernel MAPS", "_chunk_scan_dpair_kernel",
+            "_chunk_scan_dinput_kernel")
     carry = ("_chunk_scan_carry_kernel", "_chunk_scan_carry_kernel REVERSE")
     for kind in ("bf16", "f32"):
         yield from ((kernel, kind, 128) for kernel in (*entry, *walks, *back))

@@ -40,11 +40,12 @@ H, D, DTYPE, DEVICE = (28, 128, torch.bfloat16, "cuda") if CUDA else (2, 16, tor
 SHAPES = dict(a=(4, 8192), b=(1, 65_536), c=(1, 1_048_576)) if CUDA else dict(a=(2, 40), b=(1, 70), c=(1, 100))
 CANDIDATES = {
     "base": ("0",),
-    "outputs": ("64x4x2", "64x8x1", "32x4x1", "32x4x2", "128x8x1", "128x8x2"),
-    "states": ("64x4x1", "64x8x2", "32x4x2", "128x8x2"),
+    "pairs": ("64x4x1", "128x4x1"),
+    "inputs": ("64x4x1", "128x4x1", "128x8x1"),
+    "outputs": ("64x4x2", "128x8x1", "128x8x2"),
+    "states": ("64x4x1", "64x8x2", "128x8x2"),
+    "back": ("64x4x2", "64x8x2", "128x8x2"),
     "segments": ("1x3", "2x4", "4x14", "8x66"),  # of b and c
-    "back": ("64x4x2", "64x8x1", "64x8x2", "32x4x2", "128x8x2"),
-    "inputs": ("64x8x1", "64x8x2", "32x8x3"),
     "entry": ("168",),  # registers
 }
 _TILES, _RUN = custom_kernels._scan_tiles, tests._scan_run
