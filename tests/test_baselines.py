@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks import baselines, learn
+from benchmarks import ablate, baselines, learn
 from benchmarks.baselines import GatedDelta, Shared, adamw, build, dual, muon, short_convolution
 from helpers import assert_close
 from torch import Tensor
@@ -19,8 +19,9 @@ from dataset_pipeline import Batch, write_tokens
 from model_config import ModelConfig, preset
 
 CONTEXT = 96
-TINY = replace(preset("nano").model, vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=2, num_kv_heads=1,
-               recurrent_heads=2, hypersphere_radius=8.0, sliding_window_size=24, anchor_tokens=4)  # fmt: skip
+TINY = replace(preset("nano").model, conv_width=0, vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=2,
+               num_kv_heads=1, recurrent_heads=2, hypersphere_radius=8.0, sliding_window_size=24,
+               anchor_tokens=4)  # fmt: skip
 KINDS = ("dense", "dense-window", "delta")
 # a short document, one longer than the window, one that begins in the last tokens
 STARTS = (0, 7, 90)
@@ -234,13 +235,25 @@ def test_a_step_of_a_baseline_waits_for_no_copy(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(learn.learning, "measure_rows", lambda *_: 0.0)
     move = Batch.to
     monkeypatch.setattr(Batch, "to", lambda batch, device: copied.append(batch.inputs.shape) or move(batch, device))
-    learn.train_baseline("adamw", {"warm-up": 0.2, "matrix": 1e-3, "embedding": 1e-3}, config, corpus, 1.0)
+    point = {"warm-up": 0.2, "matrix": 1e-3, "embedding": 1e-3, "vector": 1e-3}
+    learn.train_baseline("adamw", point, config, corpus, 1.0)
     assert copied == [(2, 32)]
 
 
 def _run(nats: float) -> learn.Run:
     return learn.Run(name="hybrid", point={"matrix": 0.06}, seed=0, tokens=1, parameters=1, nats=nats, bits=None,
                      seconds=1.0, curve=[(1, 1.0, nats)])  # fmt: skip
+
+
+def test_each_variant_of_the_product_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one name, the first variant's result would be taken for the others."""
+    corpus, made = tiny_corpus(tmp_path), []
+    results = ablate.learning.Results(tmp_path / "runs.jsonl", corpus)
+    monkeypatch.setattr(ablate.learning, "train_product", lambda *_, name, **__: made.append(name) or _run(len(made)))
+    for variant in ablate.VARIANTS:
+        ablate.run_variant(variant, preset("nano"), corpus, results)
+    assert [run.nats for run in results.runs] == list(range(1, len(ablate.VARIANTS) + 1))
+    assert made == [f"{variant.reading}: {variant.name}" for variant in ablate.VARIANTS]
 
 
 def test_a_table_goes_on_where_its_last_call_stopped(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ import attention_layers  # noqa: E402
 import custom_kernels  # noqa: E402
 import hybrid_model  # noqa: E402
 import recurrent_layers  # noqa: E402
-from custom_kernels import RootMeanSquareNorm, fused_rmsnorm  # noqa: E402
+from custom_kernels import Projection, RootMeanSquareNorm, fused_rmsnorm, fused_swiglu  # noqa: E402
 from model_config import Config, ModelConfig  # noqa: E402
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock as Memory  # noqa: E402
 from train_engine import TrainingEngine  # noqa: E402
@@ -79,15 +79,36 @@ def _normalised_init(self: Memory, config: ModelConfig, precision: str = "wide")
     self.output = _Normalised(self.output, self.heads, self.eps)
 
 
+class _Gated(nn.Module):
+    """The output projection of a memory layer behind SiLU of another projection of the layer's input."""
+
+    def __init__(self, projection: nn.Module, gate: nn.Module) -> None:
+        super().__init__()
+        self.projection, self.gate = projection, gate
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.projection(fused_swiglu(self.gate(self.x), y))
+
+
+def _gated_init(self: Memory, config: ModelConfig, precision: str = "wide") -> None:
+    _MEMORY_INIT(self, config, precision)
+    self.output = _Gated(self.output, Projection(config.hidden_dim, self.heads * self.value_dim, precision))
+    self.register_forward_pre_hook(lambda module, inputs: setattr(module.output, "x", inputs[0]))
+
+
 def _constant_decay(heads: int) -> Tensor:
-    """Biases of one half-life for every head: the geometric middle of the spectrum, 2,896 tokens."""
+    """Biases of one half-life for every head: the geometric middle of the spectrum, 1,024 tokens."""
     middle = math.sqrt(recurrent_layers.SHORTEST_HALF_LIFE * recurrent_layers.LONGEST_HALF_LIFE)
     return torch.full((heads,), math.log(math.expm1(math.log(2) / middle)))
 
 
-def _short_spectrum(heads: int) -> Tensor:
-    with mock.patch.object(recurrent_layers, "LONGEST_HALF_LIFE", 4096):
-        return _HALF_LIVES(heads)
+def _spectrum(shortest: float, longest: float) -> Callable[[int], Tensor]:
+    def biases(heads: int) -> Tensor:
+        ends = {"SHORTEST_HALF_LIFE": shortest, "LONGEST_HALF_LIFE": longest}
+        with mock.patch.multiple(recurrent_layers, **ends):
+            return _HALF_LIVES(heads)
+
+    return biases
 
 
 _HALF_LIVES = recurrent_layers.half_life_biases
@@ -133,8 +154,12 @@ VARIANTS = (
     Variant("R3", "no write gate (alpha = 1)", patches=((Memory, "_gates", _ungated),)),
     Variant("R4", "memory output normalised per head", patches=((Memory, "__init__", _normalised_init),)),
     Variant("R4", "attention q, k not normalised", patches=((attention_layers, "fused_rmsnorm", _plain),)),
-    Variant("R5", "one half-life, 2,896 tokens", patches=((recurrent_layers, "half_life_biases", _constant_decay),)),
-    Variant("R5", "half-lives 8 ... 4,096", patches=((recurrent_layers, "half_life_biases", _short_spectrum),)),
+    Variant("R5", "one half-life, 1,024 tokens", patches=((recurrent_layers, "half_life_biases", _constant_decay),)),
+    *(
+        Variant("R5", f"half-lives {shortest:g} ... {longest:,}",
+                patches=((recurrent_layers, "half_life_biases", _spectrum(shortest, longest)),))
+        for shortest, longest in ((0.25, 1048576), (8, 1048576), (1, 4096))
+    ),
     Variant("R5", "gates start at 1/sqrt(d_in)", prepare=_full_gates),
     Variant("R6", "no sphere", patches=((hybrid_model, "fused_residual_sphere", _no_sphere),)),
     Variant("R6", "no output norm", patches=((hybrid_model, "fused_residual_sphere", _no_output_norm),)),
@@ -160,8 +185,9 @@ VARIANTS = (
     Variant("average", "average over the last 15 %", {"average_fraction": 0.15}),
     Variant("draft", "no draft losses", {"draft_loss_weight_1": 0.0, "draft_loss_weight_2": 0.0}),
     Variant("draft", "draft losses x 3", factors={"draft_loss_weight_1": 3.0, "draft_loss_weight_2": 3.0}),
-    Variant("conv", "4-tap convolution and SiLU on q, k, v", {"conv_width": 4}),
-    Variant("conv", "2-tap convolution and SiLU on q, k, v", {"conv_width": 2}),
+    Variant("conv", "no convolution", {"conv_width": 0}),
+    Variant("conv", "2 taps", {"conv_width": 2}),
+    Variant("gate", "SiLU gate on the memory's output", patches=((Memory, "__init__", _gated_init),)),
 )  # fmt: skip
 
 
@@ -172,8 +198,8 @@ def run_variant(variant: Variant, config: Config, corpus: learning.Corpus, resul
     scaled = {name: flat[name] * factor for name, factor in variant.factors.items()}
     config = config.with_values({**variant.values, **scaled})
     with ExitStack() as stack:
-        for owner, name, value in variant.patches:
-            stack.enter_context(mock.patch.object(owner, name, value))
+        for owner, attribute, value in variant.patches:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
         train = partial(learning.train_product, config, corpus, name=name, prepare=variant.prepare)
         return results.once(name, config, train)
 
