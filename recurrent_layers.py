@@ -38,7 +38,9 @@ from model_config import ModelConfig
 __all__ = ["GatedDeltaRuleMatrixMemoryBlock", "MemoryNodes", "MemoryState", "earlier_tokens", "half_life_biases"]
 
 ALPHA_BIAS, BETA_BIAS = 2.0, 0.0  # sigmoid(2) = 0.88 written, sigmoid(0) = 0.5 erased
-SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 8, 1048576  # tokens
+# tokens. The text asks for a broad spectrum and names no ends: from 8, nano's demo run ends 0.045 nats higher; at 35 M
+# parameters on one H200, 1 ... 4,096 ended 0.051 lower than 8 ... 1,048,576 (all with the convolution, one seed)
+SHORTEST_HALF_LIFE, LONGEST_HALF_LIFE = 1, 1048576
 
 
 class MemoryState(NamedTuple):
@@ -100,7 +102,7 @@ def earlier_tokens(parents: Tensor) -> Tensor:
 
 
 def half_life_biases(heads: int) -> Tensor:
-    """Return b (H,) float32 with exp(-softplus(b)) of half-lives log-spaced from 8 to 1,048,576 tokens.
+    """Return b (H,) float32 with exp(-softplus(b)) of half-lives log-spaced from 1 to 1,048,576 tokens.
 
     softplus(b) = ln 2 / half-life. The spread over heads is the decay spectrum; its biases are stored as offsets from
     these values, so that weight decay regularises towards the spectrum.

@@ -104,8 +104,9 @@ __all__ = [
     "write_session",
 ]
 
-# of weights files; counts what tensors mean, too: 2 has no norm between a memory's heads and its output projection
-FORMAT_VERSION = 2
+# of weights files; counts what tensors mean, too: 2 has no norm between a memory's heads and its output projection,
+# 3 has half-lives from 1 token
+FORMAT_VERSION = 3
 PRINTED_PARAMETERS = 4_960_153_600
 
 

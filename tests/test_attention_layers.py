@@ -12,7 +12,8 @@ from hybrid_model import DraftTree
 from model_config import ModelConfig, preset
 
 TINY = replace(
-    preset("nano").model, hidden_dim=64, hypersphere_radius=8.0, num_query_heads=4, num_kv_heads=2, head_dim=32,
+    preset("nano").model, conv_width=0, hidden_dim=64, hypersphere_radius=8.0, num_query_heads=4, num_kv_heads=2,
+    head_dim=32,
     sliding_window_size=128, anchor_tokens=8, max_context_len=1024, max_output_len=1024,
 )  # fmt: skip
 ROOT = DraftTree.from_parents([-1])

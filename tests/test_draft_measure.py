@@ -136,7 +136,8 @@ def test_each_root_of_a_foreign_text_is_judged_as_the_engine_would_there(model, 
         """What generation emits at a position of the text."""
         engine.state.reset()
         hidden = model.prefill(torch.tensor([ids[:position]]), engine.state)
-        return int(engine._choose(model.logits(hidden[:, -1:])[0], engine._noise(engine.state.length), engine.history)[0])
+        logits = model.logits(hidden[:, -1:])[0]
+        return int(engine._choose(logits, engine._noise(engine.state.length), engine.history)[0])
 
     seen = set()
     for at in range(count):

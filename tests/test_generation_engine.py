@@ -28,7 +28,8 @@ from model_config import GenerationConfig, PrecisionConfig, preset
 from train_engine import load_weights, quantize_weights, save_weights
 
 TINY = replace(
-    preset("nano").model, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=104, num_query_heads=2, num_kv_heads=1,
+    preset("nano").model, conv_width=0, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=104, num_query_heads=2,
+    num_kv_heads=1,
     head_dim=32, recurrent_heads=6, recurrent_key_dim=16, recurrent_value_dim=16, vocab_size=24, anchor_tokens=8,
     sliding_window_size=128, max_context_len=2048, max_output_len=1024,
 )  # fmt: skip

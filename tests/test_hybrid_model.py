@@ -12,7 +12,8 @@ from hybrid_model import HybridLanguageModel
 from model_config import ModelConfig, PrecisionConfig, preset
 
 TINY = replace(
-    preset("nano").model, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=96, num_query_heads=2, num_kv_heads=1,
+    preset("nano").model, conv_width=0, hidden_dim=64, hypersphere_radius=8.0, ffn_dim=96, num_query_heads=2,
+    num_kv_heads=1,
     head_dim=32, recurrent_heads=2, recurrent_key_dim=32, recurrent_value_dim=32, vocab_size=211,
     sliding_window_size=24, anchor_tokens=4,
 )  # fmt: skip

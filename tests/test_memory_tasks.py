@@ -435,7 +435,7 @@ def test_spectrum_reads_biases_and_text(tmp_path: Path, capsys: pytest.CaptureFi
     assert memory.main(["spectrum", "--weights", weights, "--data", data, "--count", "512", "--row", "128",
                         "--out", str(tmp_path)]) == 0  # fmt: skip
     (record,) = last_json(capsys.readouterr().out)["models"]
-    assert np.allclose(record["start"], [[8, 1048576]] * 3, rtol=1e-3)
+    assert np.allclose(record["start"], [[1, 1048576]] * 3, rtol=1e-3)
     trained = np.array(record["trained"])
     assert np.allclose(trained[[0, 2]], record["start"][0], rtol=1e-3)
     shifted = math.log(2) / torch.nn.functional.softplus(half_life_biases(2).double() + 1.0)
