@@ -491,12 +491,18 @@ def _rmsnorm_input_gradient(b_g, b_hat, b_rstd, inv_d):
     return b_rstd * (b_g - b_hat * (tl.sum(b_g * b_hat, axis=1, keep_dims=True) * inv_d))
 
 
+@_jit
+def _rmsnorm_gain(p_w, o_d, m_d, base, slope):
+    """(1, BD) gain base + slope w: the weight itself (0, 1), or start (1 + w) of an offset w (start, start)."""
+    return (base + slope * tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32))[None, :]
+
+
 @_jit_dynamic("R")
 def _fused_rmsnorm_kernel(
-    p_x, p_w, p_y, R, D, inv_d, eps,
+    p_x, p_w, p_y, R, D, inv_d, eps, base, slope,
     HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):
-    """y = x / sqrt(inv_d * sum x^2 + eps) * w, BR rows a program; each row is read once and written once."""
+    """y = x / sqrt(inv_d * sum x^2 + eps) * gain, BR rows a program; each row is read once and written once."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
@@ -505,23 +511,23 @@ def _fused_rmsnorm_kernel(
     b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
     b_y = b_x * _rmsnorm_rstd(b_x, inv_d, eps)
     if HAS_WEIGHT:
-        b_y *= tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_y *= _rmsnorm_gain(p_w, o_d, m_d, base, slope)
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask=m)
 
 
 @_jit_dynamic("R")
 def _fused_rmsnorm_bwd_kernel(
-    p_x, p_w, p_dy, p_dx, p_partial, R, D, inv_d, eps,
+    p_x, p_w, p_dy, p_dx, p_partial, R, D, inv_d, eps, base, slope,
     HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):
-    """With hat = x rstd and g = dy w: dx = rstd (g - hat inv_d sum g hat), dw = sum over rows of dy hat.
+    """With hat = x rstd and g = dy gain: dx = rstd (g - hat inv_d sum g hat), dw = slope * sum over rows of dy hat.
 
     Each program walks the row tiles p, p + P, ... and leaves its part of dw in partial[p].
     """
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     if HAS_WEIGHT:
-        b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_w = _rmsnorm_gain(p_w, o_d, m_d, base, slope)
         b_dw = tl.zeros((BR, BD), dtype=tl.float32)
     for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
@@ -538,22 +544,22 @@ def _fused_rmsnorm_bwd_kernel(
         tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask=m)
     if HAS_WEIGHT:
         p_o = p_partial + tl.program_id(0).to(tl.int64) * D + o_d
-        tl.store(p_o, tl.sum(b_dw, axis=0), mask=m_d)
+        tl.store(p_o, slope * tl.sum(b_dw, axis=0), mask=m_d)
 
 
 @_jit_dynamic("R")
 def _fused_residual_sphere_kernel(
-    p_residual, p_branch, p_w, p_y, R, D, inv_d, eps,
+    p_residual, p_branch, p_w, p_y, R, D, inv_d, eps, base, slope,
     BR: tl.constexpr, BD: tl.constexpr,
 ):
-    """y = norm(residual + norm(branch) w) with norm(x) = x / sqrt(inv_d * sum x^2 + eps)."""
+    """y = norm(residual + norm(branch) gain) with norm(x) = x / sqrt(inv_d * sum x^2 + eps)."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     m = (o_r < R)[:, None] & m_d[None, :]
     o = o_r[:, None] * D + o_d[None, :]
     b_x = tl.load(p_branch + o, mask=m, other=0.0).to(tl.float32)
-    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    b_w = _rmsnorm_gain(p_w, o_d, m_d, base, slope)
     b_s = tl.load(p_residual + o, mask=m, other=0.0).to(tl.float32)
     b_s += b_x * _rmsnorm_rstd(b_x, inv_d, eps) * b_w
     b_y = b_s * _rmsnorm_rstd(b_s, inv_d, eps)
@@ -562,14 +568,14 @@ def _fused_residual_sphere_kernel(
 
 @_jit_dynamic("R")
 def _fused_residual_sphere_bwd_kernel(
-    p_residual, p_branch, p_w, p_dy, p_dresidual, p_dbranch, p_partial, R, D, inv_d, eps,
+    p_residual, p_branch, p_w, p_dy, p_dresidual, p_dbranch, p_partial, R, D, inv_d, eps, base, slope,
     BR: tl.constexpr, BD: tl.constexpr,
 ):
-    """With hat = norm(branch), s = residual + hat w: ds = norm'(s) dy = dresidual, dbranch = norm'(branch) (ds w)
-    and dw = sum over rows of ds hat, left per program in partial[p] as in the norm's own backward."""
+    """With hat = norm(branch), s = residual + hat gain: ds = norm'(s) dy = dresidual, dbranch = norm'(branch) (ds gain)
+    and dw = slope * sum over rows of ds hat, left per program in partial[p] as in the norm's own backward."""
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+    b_w = _rmsnorm_gain(p_w, o_d, m_d, base, slope)
     b_dw = tl.zeros((BR, BD), dtype=tl.float32)
     for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
         o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
@@ -588,7 +594,7 @@ def _fused_residual_sphere_bwd_kernel(
         b_dx = _rmsnorm_input_gradient(b_ds * b_w, b_hat, b_rstd, inv_d)
         tl.store(p_dbranch + o, b_dx.to(p_dbranch.dtype.element_ty), mask=m)
     p_o = p_partial + tl.program_id(0).to(tl.int64) * D + o_d
-    tl.store(p_o, tl.sum(b_dw, axis=0), mask=m_d)
+    tl.store(p_o, slope * tl.sum(b_dw, axis=0), mask=m_d)
 
 
 @_jit
@@ -678,12 +684,17 @@ def _rmsnorm_tile(width: int) -> tuple[dict, dict]:
     return dict(BR=BR, BD=BD), dict(num_warps=num_warps)
 
 
-def _fused_rmsnorm_fwd(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+def _rmsnorm_line(start: float | None) -> tuple[float, float]:
+    """Base and slope of the gain in the weight."""
+    return (0.0, 1.0) if start is None else (start, start)
+
+
+def _fused_rmsnorm_fwd(x: Tensor, weight: Tensor | None, inv_d: float, eps: float, start: float | None) -> Tensor:
     rows, width = x.shape
     tile, options = _rmsnorm_tile(width)
     y = torch.empty_like(x)
     _fused_rmsnorm_kernel[(triton.cdiv(rows, tile["BR"]),)](
-        x, weight, y, rows, width, inv_d, eps, HAS_WEIGHT=weight is not None, **tile, **options
+        x, weight, y, rows, width, inv_d, eps, *_rmsnorm_line(start), HAS_WEIGHT=weight is not None, **tile, **options
     )
     return y
 
@@ -694,7 +705,7 @@ def _rmsnorm_programs(x: Tensor, tile: dict) -> int:
 
 
 def _fused_rmsnorm_bwd(
-    x: Tensor, weight: Tensor | None, dy: Tensor, inv_d: float, eps: float
+    x: Tensor, weight: Tensor | None, dy: Tensor, inv_d: float, eps: float, start: float | None
 ) -> tuple[Tensor, Tensor | None]:
     rows, width = x.shape
     tile, options = _rmsnorm_tile(width)
@@ -702,36 +713,39 @@ def _fused_rmsnorm_bwd(
     dx = torch.empty_like(x)
     partial = None if weight is None else x.new_empty(programs, width, dtype=torch.float32)
     _fused_rmsnorm_bwd_kernel[(programs,)](
-        x, weight, dy, dx, partial, rows, width, inv_d, eps, HAS_WEIGHT=weight is not None, **tile, **options
+        x, weight, dy, dx, partial, rows, width, inv_d, eps, *_rmsnorm_line(start),
+        HAS_WEIGHT=weight is not None, **tile, **options,
     )
     return dx, None if weight is None else _partial_sum(partial, weight.dtype)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor | None, inv_d: float, eps: float, start: float | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.scalars = inv_d, eps
-        return _fused_rmsnorm_fwd(x, weight, inv_d, eps)
+        ctx.scalars = inv_d, eps, start
+        return _fused_rmsnorm_fwd(x, weight, inv_d, eps, start)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, dweight = _fused_rmsnorm_bwd(x, weight, dy.contiguous(), *ctx.scalars)
-        return dx, dweight, None, None
+        return dx, dweight, None, None, None
 
 
 class _FusedResidualSphere(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, residual: Tensor, branch: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx, residual: Tensor, branch: Tensor, weight: Tensor, eps: float, start: float | None
+    ) -> Tensor:
         ctx.save_for_backward(residual, branch, weight)
-        ctx.eps = eps
+        ctx.scalars = eps, *_rmsnorm_line(start)
         rows, width = branch.shape
         tile, options = _rmsnorm_tile(width)
         y = torch.empty_like(residual)
         _fused_residual_sphere_kernel[(triton.cdiv(rows, tile["BR"]),)](
-            residual, branch, weight, y, rows, width, 1.0 / width, eps, **tile, **options
+            residual, branch, weight, y, rows, width, 1.0 / width, *ctx.scalars, **tile, **options
         )
         return y
 
@@ -746,9 +760,9 @@ class _FusedResidualSphere(torch.autograd.Function):
         partial = branch.new_empty(programs, width, dtype=torch.float32)
         _fused_residual_sphere_bwd_kernel[(programs,)](
             residual, branch, weight, dy.contiguous(), dresidual, dbranch, partial,
-            rows, width, 1.0 / width, ctx.eps, **tile, **options,
+            rows, width, 1.0 / width, *ctx.scalars, **tile, **options,
         )
-        return dresidual, dbranch, _partial_sum(partial, weight.dtype), None
+        return dresidual, dbranch, _partial_sum(partial, weight.dtype), None, None
 
 
 def _delta_operands_tile(heads: int, key_dim: int, value_dim: int) -> tuple[dict, dict]:
@@ -808,19 +822,22 @@ class _FusedSwiGLU(torch.autograd.Function):
         return dgate, dup
 
 
-def _fused_rmsnorm_torch(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+def _fused_rmsnorm_torch(
+    x: Tensor, weight: Tensor | None, inv_d: float, eps: float, start: float | None = None
+) -> Tensor:
     work = x.to(_compute_dtype(x))
     y = work * torch.rsqrt(work.square().sum(-1, keepdim=True) * inv_d + eps)
-    y = y if weight is None else y * weight
+    if weight is not None:
+        y = y * (weight if start is None else start * (1.0 + weight))
     return y.to(x.dtype)
 
 
-def _row_norm(x: Tensor, weight: Tensor | None, inv_d: float, eps: float) -> Tensor:
+def _row_norm(x: Tensor, weight: Tensor | None, inv_d: float, eps: float, start: float | None = None) -> Tensor:
     if not _uses_kernel(x) or x.numel() == 0:
-        return _fused_rmsnorm_torch(x, weight, inv_d, eps)
+        return _fused_rmsnorm_torch(x, weight, inv_d, eps, start)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weight = None if weight is None else weight.contiguous()
-    return _FusedRMSNorm.apply(rows, weight, inv_d, float(eps)).view(x.shape)
+    return _FusedRMSNorm.apply(rows, weight, inv_d, float(eps), start).view(x.shape)
 
 
 def _require_rows(name: str, x: Tensor) -> None:
@@ -835,16 +852,19 @@ def _require_gain(weight: Tensor, width: int) -> None:
     _require_kernel_dtype("weight", weight)
 
 
-def fused_rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def fused_rmsnorm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, start: float | None = None
+) -> Tensor:
     """Return x / sqrt(mean x^2 + eps) * weight over the last dimension; no weight: on the sphere of radius sqrt(D).
 
     x (..., D), D <= 16,384, weight (D,) of any float dtype; the result has x's dtype, statistics are float32 (float64
-    for float64). A row beyond 1e19 in magnitude becomes zero. Zhang and Sennrich, arXiv 1910.07467.
+    for float64). With `start` the weight is an offset, and the gain start * (1 + weight) is made where it is used. A row
+    beyond 1e19 in magnitude becomes zero. Zhang and Sennrich, arXiv 1910.07467.
     """
     _require_rows("x", x)
     if weight is not None:
         _require_gain(weight, x.shape[-1])
-    return _row_norm(x, weight, 1.0 / x.shape[-1], eps)
+    return _row_norm(x, weight, 1.0 / x.shape[-1], eps, start)
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -871,10 +891,13 @@ def delta_rule_operands(
     return _DeltaOperands.apply(*(x.contiguous() for x in (q, k, v, alpha)), float(eps))
 
 
-def fused_residual_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def fused_residual_sphere(
+    residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6, *, start: float | None = None
+) -> Tensor:
     """Return rmsnorm(residual + rmsnorm(branch, weight)): output norm, addition, return to the sphere.
 
-    residual and branch (..., D) of one dtype, weight (D,); no intermediate is rounded to 16 bits.
+    residual and branch (..., D) of one dtype, weight (D,), with `start` an offset as in fused_rmsnorm; no
+    intermediate is rounded to 16 bits.
     """
     _require_rows("residual", residual)
     found = f"got {tuple(branch.shape)} {branch.dtype} and {tuple(residual.shape)} {residual.dtype}"
@@ -882,15 +905,17 @@ def fused_residual_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps:
     _require(same, f"branch must have residual's shape and dtype, {found}")
     _require_gain(weight, residual.shape[-1])
     if not _uses_kernel(residual) or residual.numel() == 0:
-        return _fused_residual_sphere_torch(residual, branch, weight, eps)
+        return _fused_residual_sphere_torch(residual, branch, weight, eps, start)
     width = residual.shape[-1]
     rows = [x.reshape(-1, width).contiguous() for x in (residual, branch)]
-    return _FusedResidualSphere.apply(*rows, weight.contiguous(), float(eps)).view(residual.shape)
+    return _FusedResidualSphere.apply(*rows, weight.contiguous(), float(eps), start).view(residual.shape)
 
 
-def _fused_residual_sphere_torch(residual: Tensor, branch: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _fused_residual_sphere_torch(
+    residual: Tensor, branch: Tensor, weight: Tensor, eps: float, start: float | None
+) -> Tensor:
     work, inv_d = _compute_dtype(residual), 1.0 / residual.shape[-1]
-    total = residual.to(work) + _fused_rmsnorm_torch(branch.to(work), weight, inv_d, eps)
+    total = residual.to(work) + _fused_rmsnorm_torch(branch.to(work), weight, inv_d, eps, start)
     return _fused_rmsnorm_torch(total, None, inv_d, eps).to(residual.dtype)
 
 
@@ -5329,9 +5354,5 @@ class RootMeanSquareNorm(nn.Module):
         self.eps = eps
         self.start = start
 
-    def gain(self) -> Tensor:
-        """Return the gain (D,), float32."""
-        return self.start * (1.0 + self.offset)
-
     def forward(self, x: Tensor) -> Tensor:
-        return fused_rmsnorm(x, self.gain(), self.eps)
+        return fused_rmsnorm(x, self.offset, self.eps, start=self.start)

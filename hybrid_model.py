@@ -330,7 +330,7 @@ class DecoderLayer(nn.Module):
 
     def add(self, x: Tensor, branch: Tensor, output_norm: RootMeanSquareNorm) -> Tensor:
         """Return sphere(x + output_norm(branch))."""
-        return fused_residual_sphere(x, branch, output_norm.gain(), self.eps)
+        return fused_residual_sphere(x, branch, output_norm.offset, self.eps, start=output_norm.start)
 
     def _feed_forward_branch(self, x: Tensor) -> Tensor:
         return self.feed_forward(self.feed_forward_norm(x))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -276,6 +277,17 @@ def test_delta_rule_operands_finite_differences_and_refusals():
 NORM_SHAPES = [(1, 2), (63, 32), (129, 128), (3, 257), (2, 65, 64), (5, 3584)]
 
 
+def offset_ops(x, residual, weight):
+    """The weight as an offset from a gain of 0.3."""
+
+    def gained(reference):
+        return lambda *inputs: reference(*inputs[:-1], (0.3 * (1 + inputs[-1])).to(inputs[-1].dtype))
+
+    dense_parity("rmsnorm", partial(fused_rmsnorm, start=0.3), gained(fused_rmsnorm_reference), [x, weight])
+    dense_parity("residual", partial(fused_residual_sphere, start=0.3), gained(fused_residual_sphere_reference),
+                 [residual, x, weight])  # fmt: skip
+
+
 def norm_ops(device, dtype, shape):
     x = dense_random(*shape, seed=10, device=device, dtype=dtype)
     residual = dense_random(*shape, seed=11, device=device, dtype=dtype)
@@ -284,6 +296,7 @@ def norm_ops(device, dtype, shape):
     dense_parity("sphere", fused_rmsnorm, fused_rmsnorm_reference, [x])
     dense_parity("l2", l2_normalize, l2_normalize_reference, [x])
     dense_parity("residual", fused_residual_sphere, fused_residual_sphere_reference, [residual, x, weight])
+    offset_ops(x, residual, weight)
     dense_parity("swiglu", fused_swiglu, fused_swiglu_reference, [x, residual])
 
 
@@ -314,6 +327,8 @@ def test_norm_finite_differences():
     dense_finite_difference(fused_rmsnorm, [x, weight])
     dense_finite_difference(l2_normalize, [x])
     dense_finite_difference(fused_residual_sphere, [residual, x, weight])
+    dense_finite_difference(partial(fused_rmsnorm, start=0.3), [x, weight])
+    dense_finite_difference(partial(fused_residual_sphere, start=0.3), [residual, x, weight])
     dense_finite_difference(fused_swiglu, [x, residual])
 
 
@@ -885,23 +900,23 @@ def _dense_cases() -> list:
         cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
         for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):
             constants, options_n = dict(BR=BR, BD=BD), dict(num_warps=warps)
-            tag = f"{dt} {width}"
+            tag, scalars = f"{dt} {width}", "inv_d eps base slope"
             for gain in (True, False):
                 w = dict(p_w="*fp32") if gain else {}
                 c = constants | ({} if gain else {"p_w": None}) | {"HAS_WEIGHT": gain}
-                types = _dense_types(dict(p_x=pointer, p_y=pointer) | w, "R D", "inv_d eps", div="D", tag=tag)
+                types = _dense_types(dict(p_x=pointer, p_y=pointer) | w, "R D", scalars, div="D", tag=tag)
                 cases.append(("_fused_rmsnorm_kernel", types, c, options_n))
                 pointers = dict(p_x=pointer, p_dy=pointer, p_dx=pointer) | w
                 pointers |= {"p_partial": "*fp32"} if gain else {}
                 c = c | ({} if gain else {"p_partial": None})
-                types = _dense_types(pointers, "R D", "inv_d eps", div="D", tag=tag)
+                types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
                 cases.append(("_fused_rmsnorm_bwd_kernel", types, c, options_n))
             pointers = dict.fromkeys(("p_residual", "p_branch", "p_y"), pointer) | dict(p_w="*fp32")
-            types = _dense_types(pointers, "R D", "inv_d eps", div="D", tag=tag)
+            types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
             cases.append(("_fused_residual_sphere_kernel", types, constants, options_n))
             pointers = dict.fromkeys(("p_residual", "p_branch", "p_dy", "p_dresidual", "p_dbranch"), pointer)
             pointers |= dict(p_w="*fp32", p_partial="*fp32")
-            types = _dense_types(pointers, "R D", "inv_d eps", div="D", tag=tag)
+            types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
             cases.append(("_fused_residual_sphere_bwd_kernel", types, constants, options_n))
         heads = dict(K=128, V=128, BH=32, BK=128, BV=128)
         parts = ("p_q", "p_k", "p_v")

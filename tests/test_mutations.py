@@ -218,6 +218,8 @@ MUTANTS = [
            ("b_y = b_x * _rmsnorm_rstd(b_x, inv_d, eps)", f"b_y = {SCALE} * b_x * _rmsnorm_rstd(b_x, inv_d, eps)")),
     mutant(SCALED, "norm gain gradient", "triton", KERNELS, "rmsnorm",
            ("b_dw += b_g * b_hat", f"b_dw += {SCALE} * b_g * b_hat")),
+    mutant(SCALED, "norm offset gradient", "triton", KERNELS, "rmsnorm",
+           ("        tl.store(p_o, slope * tl.sum(b_dw", "        tl.store(p_o, tl.sum(b_dw")),
 
     mutant(ROUNDED, "gate of the layer", "cpu", RECURRENT, "gates",
            ("beta = _sigmoid(erase + BETA_BIAS + self.erase_offset)",
@@ -428,6 +430,7 @@ def check_rmsnorm(device: str, dtype: torch.dtype) -> None:
 
     inputs = [t.dense_random(*shape, seed=10, device=device, dtype=dtype) for shape in ((5, 33), (33,))]
     t.dense_parity("rmsnorm", t.fused_rmsnorm, t.fused_rmsnorm_reference, inputs)
+    t.offset_ops(inputs[0], inputs[0].flip(0), inputs[1])
 
 
 def check_convolution(device: str, dtype: torch.dtype) -> None:

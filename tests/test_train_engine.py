@@ -964,7 +964,7 @@ def test_weights_of_a_model_with_normalised_memory_output_are_refused(tmp_path: 
     with monkeypatch.context() as patch:
         patch.setattr(train_engine, "FORMAT_VERSION", 1)
         _, path = saved_model(tmp_path)
-    with pytest.raises(ValueError, match=r"has format version 1, this program reads 2; train again"):
+    with pytest.raises(ValueError, match=r"has format version 1, this program reads 3; train again"):
         load_weights(path)
 
 

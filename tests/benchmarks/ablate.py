@@ -30,7 +30,13 @@ import attention_layers  # noqa: E402
 import custom_kernels  # noqa: E402
 import hybrid_model  # noqa: E402
 import recurrent_layers  # noqa: E402
-from custom_kernels import Projection, RootMeanSquareNorm, fused_rmsnorm, fused_swiglu  # noqa: E402
+from custom_kernels import (  # noqa: E402
+    Projection,
+    RootMeanSquareNorm,
+    fused_residual_sphere,
+    fused_rmsnorm,
+    fused_swiglu,
+)
 from model_config import Config, ModelConfig  # noqa: E402
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock as Memory  # noqa: E402
 from train_engine import TrainingEngine  # noqa: E402
@@ -114,16 +120,20 @@ def _spectrum(shortest: float, longest: float) -> Callable[[int], Tensor]:
 _HALF_LIVES = recurrent_layers.half_life_biases
 
 
-def _no_sphere(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return residual + fused_rmsnorm(branch, weight, eps)
+def _no_sphere(residual: Tensor, branch: Tensor, offset: Tensor, eps: float, *, start: float) -> Tensor:
+    return residual + fused_rmsnorm(branch, offset, eps, start=start)
 
 
-def _no_output_norm(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def _no_output_norm(residual: Tensor, branch: Tensor, offset: Tensor, eps: float, *, start: float) -> Tensor:
     return fused_rmsnorm(residual + branch, None, eps)
 
 
-def _neither(residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def _neither(residual: Tensor, branch: Tensor, offset: Tensor, eps: float, *, start: float) -> Tensor:
     return residual + branch
+
+
+def _sphere_of_gain(residual: Tensor, branch: Tensor, offset: Tensor, eps: float, *, start: float) -> Tensor:
+    return fused_residual_sphere(residual, branch, start * offset, eps)
 
 
 def _scaled_logits(factor: float) -> tuple[object, str, object]:
@@ -177,7 +187,8 @@ VARIANTS = (
     Variant(
         "R11", "decay pulls gains and biases to zero", prepare=_gains_from_zero,
         patches=(
-            (RootMeanSquareNorm, "gain", lambda self: self.start * self.offset),
+            (RootMeanSquareNorm, "forward", lambda self, x: fused_rmsnorm(x, self.start * self.offset, self.eps)),
+            (hybrid_model, "fused_residual_sphere", _sphere_of_gain),
             (recurrent_layers, "ALPHA_BIAS", 0.0),
         ),
     ),
