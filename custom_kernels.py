@@ -42,6 +42,7 @@ __all__ = [
     "causal_convolution",
     "chunk_associative_scan",
     "delta_rule_commit",
+    "delta_rule_gates",
     "delta_rule_operands",
     "delta_rule_step",
     "dequantize_cache",
@@ -650,6 +651,84 @@ def _delta_operands_bwd_kernel(
 
 
 @_jit
+def _delta_gate_sigmoid(x):
+    return 1 / (1 + tl.exp(-tl.maximum(x, -80.0)))
+
+
+@_jit
+def _delta_gate_inputs(p_logits, p_write, p_erase, p_decay, p_start, o_r, o_h, m, H, write_bias, erase_bias):
+    """(BR, BH) pre-activations of the three gates: logits, constant and offset of the head."""
+    o = (o_r * 3 * H)[:, None] + o_h[None, :]
+    m_h = o_h < H
+    b_write = tl.load(p_logits + o, mask=m, other=0.0)
+    b_erase = tl.load(p_logits + o + H, mask=m, other=0.0)
+    b_decay = tl.load(p_logits + o + 2 * H, mask=m, other=0.0)
+    b_write += write_bias + tl.load(p_write + o_h, mask=m_h, other=0.0)[None, :]
+    b_erase += erase_bias + tl.load(p_erase + o_h, mask=m_h, other=0.0)[None, :]
+    b_start = tl.load(p_start + o_h, mask=m_h, other=0.0)
+    b_decay += (b_start + tl.load(p_decay + o_h, mask=m_h, other=0.0))[None, :]
+    return b_write, b_erase, b_decay
+
+
+@_jit_dynamic("R")
+def _delta_gates_kernel(
+    p_logits, p_write, p_erase, p_decay, p_start, p_alpha, p_beta, p_gamma, R, H, write_bias, erase_bias,
+    BR: tl.constexpr, BH: tl.constexpr,
+):
+    """BR tokens: alpha and beta are logistic, log gamma is -softplus."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_h = tl.arange(0, BH)
+    m = (o_r < R)[:, None] & (o_h < H)[None, :]
+    b_write, b_erase, b_decay = _delta_gate_inputs(
+        p_logits, p_write, p_erase, p_decay, p_start, o_r, o_h, m, H, write_bias, erase_bias
+    )
+    # log(1 + e) = 2 atanh(s), s = e / (2 + e) <= 1/3, by its series to 1e-9: the fast logarithm has an absolute error
+    # of 2e-7, and a half-life of 1,048,576 tokens is a log gamma of 7e-7
+    b_e = tl.exp(-tl.abs(b_decay))
+    s = b_e / (2.0 + b_e)
+    q = s * s
+    series = 1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13 + q / 15))))))
+    o = (o_r * H)[:, None] + o_h[None, :]
+    tl.store(p_alpha + o, _delta_gate_sigmoid(b_write), mask=m)
+    tl.store(p_beta + o, _delta_gate_sigmoid(b_erase), mask=m)
+    tl.store(p_gamma + o, -(tl.maximum(b_decay, 0.0) + 2.0 * s * series), mask=m)
+
+
+@_jit_dynamic("R")
+def _delta_gates_bwd_kernel(
+    p_logits, p_write, p_erase, p_decay, p_start, p_dalpha, p_dbeta, p_dgamma, p_dlogits, p_partial,
+    R, H, write_bias, erase_bias, BR: tl.constexpr, BH: tl.constexpr,
+):
+    """Gradients of the logits; their sums over tokens, which are those of the offsets, per program in partial[p]."""
+    o_h = tl.arange(0, BH)
+    b_dw = tl.zeros((BR, BH), tl.float32)
+    b_de = tl.zeros((BR, BH), tl.float32)
+    b_dd = tl.zeros((BR, BH), tl.float32)
+    for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+        o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
+        m = (o_r < R)[:, None] & (o_h < H)[None, :]
+        b_write, b_erase, b_decay = _delta_gate_inputs(
+            p_logits, p_write, p_erase, p_decay, p_start, o_r, o_h, m, H, write_bias, erase_bias
+        )
+        b_alpha, b_beta = _delta_gate_sigmoid(b_write), _delta_gate_sigmoid(b_erase)
+        o = (o_r * H)[:, None] + o_h[None, :]
+        b_write = tl.load(p_dalpha + o, mask=m, other=0.0) * b_alpha * (1 - b_alpha)
+        b_erase = tl.load(p_dbeta + o, mask=m, other=0.0) * b_beta * (1 - b_beta)
+        b_decay = -tl.load(p_dgamma + o, mask=m, other=0.0) * _delta_gate_sigmoid(b_decay)
+        p_o = p_dlogits + (o_r * 3 * H)[:, None] + o_h[None, :]
+        tl.store(p_o, b_write, mask=m)
+        tl.store(p_o + H, b_erase, mask=m)
+        tl.store(p_o + 2 * H, b_decay, mask=m)
+        b_dw += b_write
+        b_de += b_erase
+        b_dd += b_decay
+    p_o = p_partial + tl.program_id(0).to(tl.int64) * 3 * H + o_h
+    tl.store(p_o, tl.sum(b_dw, axis=0), mask=o_h < H)
+    tl.store(p_o + H, tl.sum(b_de, axis=0), mask=o_h < H)
+    tl.store(p_o + 2 * H, tl.sum(b_dd, axis=0), mask=o_h < H)
+
+
+@_jit
 def _fused_swiglu_kernel(p_gate, p_up, p_y, n, BLOCK: tl.constexpr):
     """y = gate sigmoid(gate) up."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -799,6 +878,41 @@ class _DeltaOperands(torch.autograd.Function):
         return *gradients, None
 
 
+def _delta_gates_tile(heads: int) -> tuple[dict, dict]:
+    BH = triton.next_power_of_2(heads)
+    return dict(BR=max(1, 512 // BH), BH=BH), dict(num_warps=4)
+
+
+class _DeltaGates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, write, erase, decay, start, write_bias, erase_bias) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(logits, write, erase, decay, start)
+        ctx.biases = write_bias, erase_bias
+        heads = start.shape[0]
+        tile, options = _delta_gates_tile(heads)
+        outputs = [logits.new_empty(*logits.shape[:-1], heads) for _ in range(3)]
+        rows = outputs[0].numel() // heads
+        _delta_gates_kernel[(triton.cdiv(rows, tile["BR"]),)](
+            logits, write, erase, decay, start, *outputs, rows, heads, write_bias, erase_bias, **tile, **options
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dalpha: Tensor, dbeta: Tensor, dgamma: Tensor) -> tuple[Tensor | None, ...]:
+        logits, *offsets, start = ctx.saved_tensors
+        heads = start.shape[0]
+        tile, options = _delta_gates_tile(heads)
+        rows = dalpha.numel() // heads
+        programs = min(triton.cdiv(rows, tile["BR"]), 4 * _multiprocessors(logits))
+        dlogits, partial = torch.empty_like(logits), logits.new_empty(programs, 3 * heads)
+        _delta_gates_bwd_kernel[(programs,)](
+            logits, *offsets, start, dalpha.contiguous(), dbeta.contiguous(), dgamma.contiguous(), dlogits, partial,
+            rows, heads, *ctx.biases, **tile, **options,
+        )
+        return dlogits, *_partial_sum(partial, torch.float32).split(heads), None, None, None
+
+
 class _FusedSwiGLU(torch.autograd.Function):
     # 2,048 values a program: 16 a thread, two 16-byte loads of bf16 from each operand
     BLOCK = 2048
@@ -858,7 +972,7 @@ def fused_rmsnorm(
     """Return x / sqrt(mean x^2 + eps) * weight over the last dimension; no weight: on the sphere of radius sqrt(D).
 
     x (..., D), D <= 16,384, weight (D,) of any float dtype; the result has x's dtype, statistics are float32 (float64
-    for float64). With `start` the weight is an offset, and the gain start * (1 + weight) is made where it is used. A row
+    for float64). With `start` the weight is an offset: the gain is start * (1 + weight), made where it is used. A row
     beyond 1e19 in magnitude becomes zero. Zhang and Sennrich, arXiv 1910.07467.
     """
     _require_rows("x", x)
@@ -891,13 +1005,50 @@ def delta_rule_operands(
     return _DeltaOperands.apply(*(x.contiguous() for x in (q, k, v, alpha)), float(eps))
 
 
+def delta_rule_gates(
+    logits: Tensor, write: Tensor, erase: Tensor, decay: Tensor, start: Tensor, *, write_bias: float, erase_bias: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gates of the delta rule: alpha = sigmoid(l_0 + write_bias + write), beta = sigmoid(l_1 + erase_bias +
+    erase), log gamma = -softplus(l_2 + start + decay), (B, T, H) each.
+
+    logits (B, T, 3H), one third for each gate; offsets write, erase, decay and the decay's first bias start (H,); all
+    float32, or all float64.
+    """
+    heads, offsets = start.shape[0], (write, erase, decay, start)
+    found = f"got logits {tuple(logits.shape)} and offsets {[tuple(x.shape) for x in offsets]}"
+    fits = logits.shape[-1] == 3 * heads and all(x.shape == (heads,) for x in offsets)
+    _require(fits, f"logits (B, T, 3H) and offsets (H,) must agree, {found}")
+    types = {x.dtype for x in (logits, *offsets)}
+    _require(len(types) == 1 and types <= {torch.float32, torch.float64}, f"gates must have 32 or 64 bit, got {types}")
+    if not _uses_kernel(logits) or logits.numel() == 0:
+        return _delta_gates_torch(logits, write, erase, decay, start, write_bias, erase_bias)
+    return _DeltaGates.apply(logits.contiguous(), write, erase, decay, start, write_bias, erase_bias)
+
+
+def _delta_gates_torch(logits, write, erase, decay, start, write_bias, erase_bias) -> tuple[Tensor, Tensor, Tensor]:
+    # -softplus is written out for the same reason as the logistic function
+    x, y, z = logits.unflatten(-1, (3, -1)).unbind(-2)
+    z = z + start + decay
+    log_gamma = -(z.clamp(min=0) + torch.log1p(torch.exp(-z.abs())))
+    return _logistic_torch(x + write_bias + write), _logistic_torch(y + erase_bias + erase), log_gamma
+
+
+def _logistic_torch(x: Tensor) -> Tensor:
+    """Logistic function whose bits do not depend on an element's place.
+
+    torch's sigmoid and softplus round the last numel % 32 elements of a CPU tensor otherwise than the rest (about 1 %
+    of them differ), so a draft node's gates would depend on how many nodes there are.
+    """
+    return 1 / (1 + torch.exp(-x.clamp(min=-80)))
+
+
 def fused_residual_sphere(
     residual: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6, *, start: float | None = None
 ) -> Tensor:
     """Return rmsnorm(residual + rmsnorm(branch, weight)): output norm, addition, return to the sphere.
 
-    residual and branch (..., D) of one dtype, weight (D,), with `start` an offset as in fused_rmsnorm; no
-    intermediate is rounded to 16 bits.
+    residual and branch (..., D) of one dtype, weight (D,), with `start` an offset as in fused_rmsnorm; no intermediate
+    is rounded to 16 bits.
     """
     _require_rows("residual", residual)
     found = f"got {tuple(branch.shape)} {branch.dtype} and {tuple(residual.shape)} {residual.dtype}"

@@ -452,8 +452,8 @@ def _activation_bytes(config: Config, recompute: str) -> int:
     keys, values = model.recurrent_heads * model.recurrent_key_dim, model.recurrent_heads * model.recurrent_value_dim
     query, key_value = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # stream, norm, branch; q and k before and after their norm; v, scaled v, y; the scan's inverse, pairs and gates, of
-    # blocks of 64 tokens in 16 bit or 32 in 32; the gates' float32 input, logits and factors
-    recurrent = width * (3 * D + 4 * keys + 3 * values) + model.recurrent_heads * (256 + 32 + 40)
+    # blocks of 64 tokens in 16 bit or 32 in 32; the float32 input of the gates, their logits and alpha
+    recurrent = width * (3 * D + 4 * keys + 3 * values) + model.recurrent_heads * (256 + 32 + 16)
     recurrent += 4 * D if width == 2 else 0
     # the convolution's inputs
     recurrent += width * (2 * keys + values) if model.conv_width else 0

@@ -20,12 +20,14 @@ from reference import (
     linear_product_reference,
     newton_schulz_orthogonalize_reference,
 )
+from torch.nn.functional import softplus
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import custom_kernels
 from custom_kernels import (
     PackedINT8,
+    delta_rule_gates,
     delta_rule_operands,
     dequantize_int8,
     fused_chunked_cross_entropy,
@@ -41,6 +43,7 @@ from custom_kernels import (
     quantize_int8,
     unpack_weight,
 )
+from recurrent_layers import half_life_biases
 
 # ---------------------------------------------------------------------------
 # Shared by the dense tests
@@ -272,6 +275,54 @@ def test_delta_rule_operands_finite_differences_and_refusals():
         delta_rule_operands(*inputs[:3], inputs[3][:, :1])
     with pytest.raises(ValueError, match="must have one dtype"):
         delta_rule_operands(inputs[0].double(), *inputs[1:])
+
+
+def _gates_plain(logits, write, erase, decay, start):
+    x, y, z = logits.unflatten(-1, (3, -1)).unbind(-2)
+    return torch.cat([(x + 2 + write).sigmoid(), (y + 0.5 + erase).sigmoid(), -softplus(z + start + decay)], -1)
+
+
+def _gates(*inputs):
+    return torch.cat(delta_rule_gates(*inputs[:4], inputs[4].detach(), write_bias=2.0, erase_bias=0.5), -1)
+
+
+def gates_check(device, dtype, *shape):
+    """The last head forgets half in 1,048,576 tokens: its log gamma is 7e-7, with the relative error of the others."""
+    heads = shape[-1]
+    logits = dense_random(*shape[:-1], 3 * heads, seed=34, device=device, dtype=dtype)
+    logits[..., -1] *= 1e-3
+    offsets = [dense_random(heads, seed=35 + i, device=device, dtype=dtype, scale=0.1) for i in range(3)]
+    start = half_life_biases(heads).to(logits)
+
+    def alone(op):
+        return lambda *inputs: op(*inputs, start.to(inputs[0].dtype))
+
+    dense_parity("gates", alone(_gates), alone(_gates_plain), [logits, *offsets])
+    got, want = (alone(op)(logits.double() if op is _gates_plain else logits, *(
+        x.double() if op is _gates_plain else x for x in offsets)) for op in (_gates, _gates_plain))  # fmt: skip
+    assert torch.allclose(got.double(), want, rtol=5e-6 if dtype == torch.float32 else 1e-12, atol=0)
+    # far out on both sides nothing overflows, and a token's bits are its own
+    far = torch.full_like(logits, 90.0)
+    far[:, ::2] = -90.0
+    assert alone(_gates)(far, *offsets).isfinite().all()
+    assert torch.equal(alone(_gates)(logits[:, -1:], *offsets), got[:, -1:])
+
+
+@pytest.mark.parametrize("device, dtype", [case for case in DENSE_CASES if "bf16" not in case.id])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 65, 28), (1, 700, 40)], ids=str)
+def test_delta_rule_gates_parity(device, dtype, shape):
+    gates_check(device, dtype, *shape)
+
+
+def test_delta_rule_gates_finite_differences_and_refusals():
+    inputs = [dense_random(2, 3, 9, seed=38), *(dense_random(3, seed=39 + i) for i in range(3))]
+    start = half_life_biases(3).double()
+    dense_finite_difference(lambda *leaves: _gates(*leaves, start), inputs)
+    with pytest.raises(ValueError, match=r"\(B, T, 3H\) and offsets \(H,\) must agree, got logits \(2, 3, 8\)"):
+        delta_rule_gates(inputs[0][..., :8], *inputs[1:], start.float(), write_bias=0.0, erase_bias=0.0)
+    with pytest.raises(ValueError, match="must have 32 or 64 bit"):
+        delta_rule_gates(*inputs, start, write_bias=0.0, erase_bias=0.0)
+
 
 # 2 and 63 rows of a head, more rows than one program holds, rows wider than one warp's share; 3584 is no power of two
 NORM_SHAPES = [(1, 2), (63, 32), (129, 128), (3, 257), (2, 65, 64), (5, 3584)]
@@ -830,6 +881,8 @@ for shape in ((1, 2), (63, 32), (3, 257)):
     t.norm_ops("cpu", f32, shape)
 t.operands_check("cpu", f32, 2, 3, 3, 32, 48)
 t.operands_check("cpu", f32, 1, 2, 70, 64, 80)
+t.gates_check("cpu", f32, 2, 65, 28)
+t.gates_check("cpu", f32, 1, 1, 1)
 t.ce_parity("cpu", f32, 65, 17, 300, weighted=True, denominator=9.0, logit_scale=0.5)
 t.ce_parity("cpu", f32, 2, 9, 4097)
 t.test_b036_cross_entropy_without_any_supervised_token("cpu", f32)
@@ -927,6 +980,14 @@ def _dense_cases() -> list:
         pointers = dict.fromkeys((*parts, *incoming, *(f"{name}_out" for name in incoming)), pointer)
         types = _dense_types(pointers | dict(p_alpha="*fp32", p_dalpha="*fp32"), "H", "eps", tag=dt)
         cases.append(("_delta_operands_bwd_kernel", types, heads, dict(num_warps=8)))
+        inputs = "p_logits p_write p_erase p_decay p_start".split()
+        pointers = dict.fromkeys((*inputs, "p_alpha", "p_beta", "p_gamma"), "*fp32")
+        biases = "write_bias erase_bias"
+        types = _dense_types(pointers, "R H", biases)
+        cases.append(("_delta_gates_kernel", types, dict(BR=16, BH=32), dict(num_warps=4)))
+        pointers = dict.fromkeys((*inputs, *"p_dalpha p_dbeta p_dgamma p_dlogits p_partial".split()), "*fp32")
+        types = _dense_types(pointers, "R H", biases)
+        cases.append(("_delta_gates_bwd_kernel", types, dict(BR=16, BH=32), dict(num_warps=4)))
         types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "P D", div="D", tag=dt)
         cases.append(("_partial_sum_kernel", types, dict(BP=64, BD=32), dict(num_warps=4)))
         types = _dense_types(dict.fromkeys(("p_gate", "p_up", "p_y"), pointer), "n", div="n", tag=dt)
