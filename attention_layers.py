@@ -168,9 +168,9 @@ class PagedKeyValueCache:
             elif name != "page_table":
                 value[row] = other.tensors()[name][0]
 
-    def append(self, k: Tensor, v: Tensor, raw_k: Tensor, count: Tensor | None = None) -> None:
-        """Store the first count (B,) int32 of T tokens (None = all): k, v, raw_k (B, T, G, K), as in NodeKeyValues."""
-        cache_append(self.pages, k, v, raw_k, count=count)
+    def append(self, k: Tensor, v: Tensor, raw_k: Tensor, path: Tensor | None = None) -> None:
+        """Store rows path (B, depth) int32 (-1 = end; None = all) of T tokens: k, v, raw_k (B, T, G, K)."""
+        cache_append(self.pages, k, v, raw_k, path=path)
 
     def prefix(self, stored: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return what a chunk may still see of the `stored` tokens: k, v and their quantised forms, (B, P, G, K)."""
@@ -289,9 +289,7 @@ class GroupedQueryAttentionBlock(nn.Module):
 
     def commit(self, written: NodeKeyValues, cache: PagedKeyValueCache, path: Tensor) -> None:
         """Store the nodes of path (B, depth) int32 (-1 = end) in the cache, in place."""
-        index = path.long().clamp(min=0)[..., None, None].expand(-1, -1, *written.k.shape[2:])
-        rows = (x.gather(1, index) for x in written)  # (B, depth, G, K) each
-        cache.append(*rows, count=(path >= 0).sum(1, dtype=torch.int32))
+        cache.append(*written, path)
 
     def _rotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: RotaryAngles

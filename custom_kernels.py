@@ -3838,16 +3838,123 @@ def _paged_encode(x: Tensor, bits: int, rotated: bool) -> tuple[Tensor, Tensor |
     return quantize_cache(hadamard_rotate(x.float()) if rotated else x, bits)
 
 
-def cache_append(cache: SimpleNamespace, k: Tensor, v: Tensor, raw_k: Tensor, *, count: Tensor | None = None) -> None:
+@_jit
+def _cache_encode(b_x, codes_ptr, scale_ptr, row, o_g, m_g, G, K: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr):
+    """Store rows b_x (BG, K) of one token as a pool keeps them, in the steps and the order of quantize_cache."""
+    o_k = tl.arange(0, K)
+    p_row = (row * G + o_g)[:, None]
+    if BITS == 16:
+        tl.store(codes_ptr + p_row * K + o_k[None, :], b_x, mask=m_g[:, None])
+    else:
+        GROUPS: tl.constexpr = 1 if BITS == 8 else K // 32
+        TOP: tl.constexpr = 127.0 if BITS == 8 else 7.0
+        parts = tl.reshape(b_x.to(tl.float32), (BG, GROUPS, K // GROUPS))
+        largest = tl.max(tl.abs(parts), axis=2)
+        scale = tl.maximum(tl.div_rn(largest, tl.full((BG, GROUPS), TOP, tl.float32)), 1.1754943508222875e-38)
+        tl.store(scale_ptr + p_row * GROUPS + tl.arange(0, GROUPS)[None, :], scale, mask=m_g[:, None])
+        # adding 1.5 * 2^23 leaves no bit below one: round half to even
+        codes = tl.div_rn(parts, tl.broadcast_to(scale[:, :, None], (BG, GROUPS, K // GROUPS)))
+        codes = (codes + 12582912.0) - 12582912.0
+        codes = tl.reshape(tl.minimum(tl.maximum(codes, -TOP), TOP), (BG, K))
+        if BITS == 8:
+            tl.store(codes_ptr + p_row * K + o_k[None, :], codes.to(tl.int8), mask=m_g[:, None])
+        else:
+            halves = tl.permute(tl.reshape((codes + 8.0).to(tl.uint8), (BG, 2, K // 2)), (0, 2, 1))
+            low, high = tl.split(halves)
+            o_byte = tl.arange(0, K // 2)
+            tl.store(codes_ptr + p_row * (K // 2) + o_byte[None, :], low | (high << 4), mask=m_g[:, None])
+
+
+@_jit_dynamic("T", "ANCHORS", "R")
+def _cache_append_kernel(
+    k_ptr, v_ptr, raw_ptr, path_ptr, length_ptr, table_ptr, key_ptr, key_scale_ptr, value_ptr, value_scale_ptr,
+    recent_k_ptr, recent_v_ptr, near_ptr, anchor_k_ptr, anchor_v_ptr, T, ROWS, ANCHORS, R, G,
+    K: tl.constexpr, LOG_K: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, HAS_PATH: tl.constexpr,
+    RECENT: tl.constexpr = _PAGED_RECENT, PAGE: tl.constexpr = _ATTENTION_PAGE,
+):  # fmt: skip
+    """One token of one sequence, row path[b, t] of those given (-1: there is none), or row t: into the ring, the first
+    tokens and its page, each unless a later token of this call will lie there."""
+    i_t, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, end = i_t, T
+    if HAS_PATH:
+        row = tl.load(path_ptr + i_b * T + i_t)
+        end = 0
+        for i in range(0, T):
+            end += (tl.load(path_ptr + i_b * T + i) >= 0).to(tl.int32)
+    start = tl.load(length_ptr + i_b)
+    position, end = start + i_t, start + end
+    if position >= end:
+        return
+    o_g = tl.arange(0, BG)
+    o_k = tl.arange(0, K)
+    m_g = o_g < G
+    m = m_g[:, None]
+    p_in = ((i_b * ROWS + row) * G + o_g)[:, None] * K + o_k[None, :]
+    b_k = tl.load(k_ptr + p_in, mask=m, other=0.0)
+    b_v = tl.load(v_ptr + p_in, mask=m, other=0.0)
+    if position >= end - RECENT:
+        p_out = ((i_b * RECENT + position % RECENT) * G + o_g)[:, None] * K + o_k[None, :]
+        tl.store(recent_k_ptr + p_out, b_k, mask=m)
+        tl.store(recent_v_ptr + p_out, b_v, mask=m)
+    if position < ANCHORS:
+        p_out = ((i_b * ANCHORS + position) * G + o_g)[:, None] * K + o_k[None, :]
+        tl.store(near_ptr + p_out, b_k, mask=m)
+        tl.store(anchor_k_ptr + p_out, tl.load(raw_ptr + p_in, mask=m, other=0.0), mask=m)
+        tl.store(anchor_v_ptr + p_out, b_v, mask=m)
+    if position >= end - R * PAGE:
+        page = tl.load(table_ptr + i_b * R + position // PAGE % R).to(tl.int64)
+        slot = page * PAGE + position % PAGE
+        if BITS == 4:
+            # the butterflies of hadamard_rotate, pair by pair in its order
+            b_turned = b_k.to(tl.float32)
+            for _ in tl.static_range(0, LOG_K):
+                even, odd = tl.split(tl.reshape(b_turned, (BG, K // 2, 2)))
+                b_turned = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BG, K))
+            _cache_encode(b_turned * K**-0.5, key_ptr, key_scale_ptr, slot, o_g, m_g, G, K, BG, BITS)
+        else:
+            _cache_encode(b_k, key_ptr, key_scale_ptr, slot, o_g, m_g, G, K, BG, BITS)
+        _cache_encode(b_v, value_ptr, value_scale_ptr, slot, o_g, m_g, G, K, BG, BITS)
+
+
+def _cache_append_launch(cache, k, v, raw_k, path) -> None:
+    """Rows k[b, path[b, t]] (path (B, depth) int32, -1 = end), or all."""
+    batch, rows, heads, width = k.shape
+    steps = rows if path is None else path.shape[1]
+    _cache_append_kernel[(steps, batch)](
+        k, v, raw_k, path, cache.length, cache.page_table, cache.key_codes, cache.key_scale, cache.value_codes,
+        cache.value_scale, cache.recent_k, cache.recent_v, cache.anchor_near, cache.anchor_k, cache.anchor_v,
+        steps, rows, cache.anchor_k.shape[1], cache.page_table.shape[1], heads, K=width,
+        LOG_K=width.bit_length() - 1, BG=triton.next_power_of_2(heads), BITS=cache.bits, HAS_PATH=path is not None,
+        num_warps=4,
+    )  # fmt: skip
+    cache.length.add_(steps if path is None else (path >= 0).sum(1, dtype=torch.int32))
+
+
+def cache_append(cache: SimpleNamespace, k: Tensor, v: Tensor, raw_k: Tensor, *, path: Tensor | None = None) -> None:
     """Commit tokens in place at positions length, length + 1, ...; the stored bits do not depend on the cuts.
 
-    k, v, raw_k (B, T, G, K): rotated keys, values, unrotated keys, any T >= 1. count (B,) int32: how many leading rows
-    of each sequence are committed (None: all), e.g. the accepted path of a verify step.
+    k, v, raw_k (B, T, G, K): rotated keys, values, unrotated keys, any T >= 1. path (B, depth) int32: the rows of each
+    sequence that are committed, in order, -1 behind the last (None: all T), e.g. what of a draft tree was accepted.
     """
     B, T = k.shape[:2]
     want = (cache.length.shape[0], T, *cache.recent_k.shape[2:])
     same = k.shape == want and v.shape == want and raw_k.shape == want
     _require(same, f"k, v, raw_k must be {want}, got {tuple(k.shape)}, {tuple(v.shape)}, {tuple(raw_k.shape)}")
+    fits = path is None or (path.dim() == 2 and path.shape[0] == B and path.dtype == torch.int32)
+    _require(fits, f"path must be int32 ({B}, depth), got {None if path is None else (path.dtype, tuple(path.shape))}")
+    if _uses_kernel(k):
+        _cache_append_launch(cache, *(x.contiguous() for x in (k, v, raw_k)), path)
+    else:
+        _cache_append_torch(cache, k, v, raw_k, path)
+
+
+def _cache_append_torch(cache, k, v, raw_k, path) -> None:
+    count = None
+    if path is not None:
+        count = (path >= 0).sum(1, dtype=torch.int32)
+        index = path.long().clamp(min=0)[..., None, None].expand(-1, -1, *k.shape[2:])
+        k, v, raw_k = (x.gather(1, index) for x in (k, v, raw_k))
+    B, T = k.shape[:2]
     start = cache.length[:, None].long()                                   # (B, 1)
     end = start + (T if count is None else count[:, None].long())
     device = k.device

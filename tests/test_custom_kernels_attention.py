@@ -380,6 +380,12 @@ def test_cache_codes_are_within_half_a_step(bits, device):
     assert torch.equal(quantize_cache(x[5:6], bits)[0], codes[5:6])
 
 
+def counted_path(counts, device="cpu"):
+    """The first so many rows of each sequence, as a path."""
+    step = torch.arange(max(counts), dtype=torch.int32)
+    return torch.where(step < torch.tensor(counts)[:, None], step, -1).to(device)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("scope", ["window", "full"])
@@ -394,11 +400,12 @@ def test_cache_append_does_not_depend_on_the_cuts(bits, scope, device):
         at = 0
         for n in cuts:
             rows = slice(at, at + n)
-            count = None
+            given, path = [x[:, rows] for x in (k, v, raw)], None
             if n == 3:
-                # an accepted path of three within a padded block of five: the rest must leave no trace
-                rows, count = slice(at, at + 5), torch.full((B,), 3, dtype=torch.int32, device=device)
-            cache_append(cache, k[:, rows], v[:, rows], raw[:, rows], count=count)
+                # an accepted path of three among five nodes, in another order: the rest must leave no trace
+                given = [x[:, [at + 4, at, at + 3, at + 1, at + 2]] for x in (k, v, raw)]
+                path = torch.tensor([[1, 3, 4, -1]] * B, dtype=torch.int32, device=device)
+            cache_append(cache, *given, path=path)
             at += n
         assert cache.length.tolist() == [L, L]
         stored.append(cache)
@@ -414,15 +421,16 @@ def test_cache_append_does_not_depend_on_the_cuts(bits, scope, device):
         assert torch.equal(v_quant, fake_quantize_cache(v, bits, rotated=False)[:, -69:])
 
 
-def test_cache_append_of_unequal_counts():
-    k, v, raw = (torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(s)) for s in range(3))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_cache_append_of_unequal_counts(device):
+    k, v, raw = (torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(s)).to(device) for s in range(3))
     both = paged_cache(2, 1, 32, window=8, anchors=2, scope="window", bits=8, max_length=64, dtype=torch.float32,
-                       device="cpu")
-    cache_append(both, k, v, raw, count=torch.tensor([2, 5], dtype=torch.int32))
+                       device=device)
+    cache_append(both, k, v, raw, path=counted_path([2, 5], device))
     assert both.length.tolist() == [2, 5]
     for b, n in ((0, 2), (1, 5)):
         alone = paged_cache(1, 1, 32, window=8, anchors=2, scope="window", bits=8, max_length=64,
-                            dtype=torch.float32, device="cpu")
+                            dtype=torch.float32, device=device)
         cache_append(alone, k[b:b + 1, :n], v[b:b + 1, :n], raw[b:b + 1, :n])
         assert torch.equal(alone.recent_k[0], both.recent_k[b]) and torch.equal(alone.anchor_k[0], both.anchor_k[b])
         assert torch.equal(alone.key_codes[alone.page_table[0].long()], both.key_codes[both.page_table[b].long()])
@@ -543,7 +551,7 @@ def test_paged_sequences_of_unequal_length(device):
     alone, lengths = [], torch.tensor([90, 210], dtype=torch.int32, device=device)
     both = paged_cache(2, 2, 32, window=70, anchors=3, scope="window", bits=8, max_length=256, dtype=torch.float32,
                        device=device)
-    cache_append(both, *(x[:, :210].expand(2, -1, -1, -1) for x in (k, v, raw)), count=lengths)
+    cache_append(both, *(x[:, :210].expand(2, -1, -1, -1) for x in (k, v, raw)), path=counted_path([90, 210], device))
     for L in (90, 210):
         cache = paged_filled(k, v, raw, L, 70, 3, "window", 8, device)
         alone.append(paged_attention(q, q_far, cache, k[:, 211:], v[:, 211:], one, cache.length, **rule))
@@ -628,6 +636,8 @@ t.attention_quantised_parity(torch.float32, "cpu")
 t.rotary_parity(torch.float32, "cpu")
 for case in t.PAGED_CASES[3:8:4] + t.PAGED_CASES[-2:-1]:
     t.paged_run(*case, torch.float32, "cpu")
+for bits in (4, 8, 16):
+    t.test_cache_append_does_not_depend_on_the_cuts(bits, "window", "cpu")
 """
 
 
@@ -660,6 +670,9 @@ ATTENTION_SIGNATURES = {
     "_attention_far_sum_kernel": (
         "dk_part:*fp32 dv_part:*fp32 ds:*i32 slot:*i32 slot_item:*i32 dv:* dk_far:* danchor_k:* danchor_v:*",
         "T P old_rows anchors n_items"),
+    "_cache_append_kernel": (
+        "k:* v:* raw:* path:*i32 length:*i32 table:*i32 key:codes key_scale:*fp32 value:codes value_scale:*fp32 "
+        "recent_k:* recent_v:* near:* anchor_k:* anchor_v:*", "T ROWS ANCHORS R"),
     "_rotary_kernel": ("x:* cos:*fp32 sin:*fp32 y:*", "rows T batch_stride sign:fp32"),
     "_paged_pages_kernel": (
         "q:* key:codes key_scale:*fp32 value:codes value_scale:*fp32 table:*i32 length:*i32 position:*i32 "
@@ -719,10 +732,14 @@ def attention_compile_cases():
             t = custom_kernels._paged_tiles(probe, 7)
             for scope, split in custom_kernels._PAGED_SPLIT.items():
                 both = {**head, "FULL": scope == "full", "SPLIT": split, "ROWS": 64, "PRECISION": t.precision}
-                for bits in (16, 8, 4):
+                for bits in (4, 8, 16):
                     cases.append(attention_case("_paged_pages_kernel", kind,
                                                 {**both, "BITS": bits, "BR": t.BR, "BP": t.BP},
                                                 {"num_warps": t.num_warps, "num_stages": t.num_stages}))
+                for bits in (4, 8, 16):
+                    consts = {"G": 4, "K": K, "LOG_K": K.bit_length() - 1, "BG": 4, "BITS": bits, "HAS_PATH": True,
+                              "RECENT": 192, "PAGE": 64}
+                    cases.append(attention_case("_cache_append_kernel", kind, consts, four))
                 cases.append(attention_case("_paged_node_kernel", kind,
                                             {**both, "RECENT": 192, "NODES": 8, "BR": t.node_BR, "BP": t.node_BP},
                                             {"num_warps": t.node_warps, "num_stages": 1}))

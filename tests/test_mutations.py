@@ -279,9 +279,15 @@ MUTANTS = [
     mutant(REJECTED, "end of the path read as a node", "cpu", KERNELS, "commit",
            ("alive = alive & (node >= 0)", "alive = alive")),
     mutant(REJECTED, "cache of the layer", "cpu", ATTENTION, "cache_commit",
-           ("cache.append(*rows, count=(path >= 0).sum(1, dtype=torch.int32))", "cache.append(*rows)")),
+           ("cache.append(*written, path)", "cache.append(*written, path.clamp(min=0))")),
     mutant(REJECTED, "cache rows", "cpu", KERNELS, "cache_append",
            ("end = start + (T if count is None else count[:, None].long())", "end = start + T")),
+    mutant(REJECTED, "cache rows", "triton", KERNELS, "cache_append",
+           ("end += (tl.load(path_ptr + i_b * T + i) >= 0)", "end += (tl.load(path_ptr + i_b * T + i) >= -1)")),
+    mutant(REJECTED, "cache rows by place", "triton", KERNELS, "cache_append",
+           ("        row = tl.load(path_ptr + i_b * T + i_t)\n", "        row = i_t\n")),
+    mutant(ROUNDED, "stored keys", "triton", KERNELS, "cache_append",
+           ("codes = (codes + 12582912.0) - 12582912.0", "codes = codes + 0.0")),
     mutant(REJECTED, "walk of the engine", "cpu", GENERATION, "drafts",
            (" & met.any(1))", ")")),
     mutant(REJECTED, "hidden state of the model", "cpu", MODEL, "node_commit",
@@ -523,7 +529,9 @@ def check_initial_weights(device: str, dtype: torch.dtype) -> None:
 def check_cache_append(device: str, dtype: torch.dtype) -> None:
     import test_custom_kernels_attention as t
 
-    t.test_cache_append_of_unequal_counts()
+    t.test_cache_append_of_unequal_counts(device)
+    for bits in (4, 8):
+        t.test_cache_append_does_not_depend_on_the_cuts(bits, "window", device)
 
 
 def check_cache_commit(device: str, dtype: torch.dtype) -> None:
