@@ -29,6 +29,7 @@ from custom_kernels import (
     paged_attention,
     paged_cache,
     rotary,
+    step_together,
     windowed_attention,
 )
 from model_config import ModelConfig
@@ -272,7 +273,8 @@ class GroupedQueryAttentionBlock(nn.Module):
         Returns the output projection (B, N, D) and what the nodes would store. A node's result does not depend on
         nodes outside its own path.
         """
-        q, q_far, k, raw_k, v = self._rotated(self.query.step(x), self.key.step(x), self.value.step(x), angles)
+        projected = step_together(x, (self.query, self.key, self.value))
+        q, q_far, k, raw_k, v = self._rotated(*projected, angles)
         y = paged_attention(
             q,
             q_far,

@@ -16,7 +16,7 @@ o_ offsets, m_ masks, i_ program indices, and tiles BM BN BK.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -61,6 +61,7 @@ __all__ = [
     "int8_weight_only_linear",
     "l2_normalize",
     "linear_product",
+    "linear_products",
     "matrix_product",
     "microscaled_fp4_gemm",
     "newton_schulz_orthogonalize",
@@ -72,6 +73,7 @@ __all__ = [
     "quantize_fp8",
     "quantize_int8",
     "rotary",
+    "step_together",
     "unpack_weight",
     "windowed_attention",
 ]
@@ -218,17 +220,26 @@ def _matrix_product_kernel(
     tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_o)
 
 
-@_jit_dynamic("R")
+@_jit_dynamic("R", "N0", "N1", "N2")
 def _skinny_product_kernel(
-    p_x, p_w, p_scale, p_out, R, N, K, s_xr, s_xk, s_wn, s_wk, KS,
+    p_x, p_w0, p_w1, p_w2, p_scale0, p_scale1, p_scale2, p_out, R, N0, N1, N2, K, s_xr, s_xk, s_wn, s_wk, KS,
     SCALED: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):
-    """out[s, r, n] = scale[n] sum of x[r, k] w[n, k] over split s, KS values of k long; BR rows a program, whatever R.
+    """out[s, r, n] = scale[n] sum of x[r, k] w[n, k] over split s, KS values of k long, for up to three weights w0, w1,
+    w2 of N0, N1, N2 rows, whose results lie one behind the other; BR rows of x a program, however many there are.
 
     The weight is the left operand, so that its rows fill the tensor core and the few rows of x are its columns. The
     tiles of rows that read one tile of the weight run side by side, so that L2 serves all but the first.
     """
-    o_n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    i_n = tl.program_id(1)
+    p_w, p_scale, N, before = p_w0, p_scale0, N0, N0 * 0
+    if i_n >= tl.cdiv(N0, BN):
+        i_n -= tl.cdiv(N0, BN)
+        p_w, p_scale, N, before = p_w1, p_scale1, N1, N0
+        if i_n >= tl.cdiv(N1, BN):
+            i_n -= tl.cdiv(N1, BN)
+            p_w, p_scale, N, before = p_w2, p_scale2, N2, N0 + N1
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
     i_s = tl.program_id(2).to(tl.int64)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     o_k = tl.arange(0, BK)
@@ -242,24 +253,25 @@ def _skinny_product_kernel(
         p_x_k = p_x + o_r[None, :] * s_xr + o_c[:, None] * s_xk
         b_w = tl.load(p_w_k, mask=m_n[:, None] & m_k[None, :], other=0.0)
         b_x = tl.load(p_x_k, mask=m_k[:, None] & m_r[None, :], other=0.0)
-        # 8-bit codes are exact in 16 bits
+        # 8-bit codes are exact in 16 bits, 16-bit rows in 32
+        if p_w0.dtype.element_ty == tl.float32:
+            b_x = b_x.to(tl.float32)
         acc = _dot_add(b_w.to(b_x.dtype), b_x, acc, "ieee")
     if SCALED:
         acc *= tl.load(p_scale + o_n, mask=m_n, other=0.0)[:, None]
-    p_o = p_out + (i_s * R + o_r)[None, :] * N + o_n[:, None]
+    p_o = p_out + (i_s * (N0 + N1 + N2) + before) * R + o_r[None, :].to(tl.int64) * N + o_n[:, None]
     tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_r[None, :])
 
 
-@_jit_dynamic("R")
-def _skinny_sum_kernel(p_partial, p_out, R, N, SPLITS: tl.constexpr, BN: tl.constexpr):
-    """out[r, n] = partial[0, r, n] + partial[1, r, n] + ... in that order."""
+@_jit_dynamic("n")
+def _skinny_sum_kernel(p_partial, p_out, n, SPLITS: tl.constexpr, BN: tl.constexpr):
+    """out[i] = partial[0, i] + partial[1, i] + ... in that order."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    i_r = tl.program_id(1).to(tl.int64)
-    m_n = o_n < N
+    m_n = o_n < n
     acc = tl.zeros((BN,), dtype=tl.float32)
     for i_s in range(SPLITS):
-        acc += tl.load(p_partial + (i_s * R + i_r) * N + o_n, mask=m_n, other=0.0)
-    tl.store(p_out + i_r * N + o_n, acc.to(p_out.dtype.element_ty), mask=m_n)
+        acc += tl.load(p_partial + i_s * n.to(tl.int64) + o_n, mask=m_n, other=0.0)
+    tl.store(p_out + o_n, acc.to(p_out.dtype.element_ty), mask=m_n)
 
 
 def _matrix_product_tile(m: int, n: int, dtype: torch.dtype) -> tuple[dict, dict]:
@@ -329,34 +341,41 @@ def matrix_product(
     return out
 
 
-def _skinny_product(x: Tensor, weight: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Launch x (R, in) @ weight (out, in)^T for R <= 128; the split depends on the weight's shape only."""
-    (rows, k), n = x.shape, weight.shape[0]
-    # a float32 tile has the same bytes as a 16-bit one; sm_90: 4 stages of 20 KB, two programs a multiprocessor
-    BN, BK = 64, 64 if x.dtype == torch.float32 else 128
-    tiles = triton.cdiv(n, BN)
+def _skinny_products(
+    x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype, scales: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Launch x (R, in) @ weight (out, in)^T for R <= 128 and up to three weights of one layout, together.
+
+    The split depends on the weights' shapes only, so a row's bits do not depend on how many there are.
+    """
+    (rows, k), sizes = x.shape, [weight.shape[0] for weight in weights]
+    # sm_90: 4 stages of 20 KB, two programs a multiprocessor; float32 (84 gates of the full model) is no work of the
+    # tensor cores, and tiles of 64 rows spilled 192 bytes
+    BN, BK = (16, 64) if weights[0].dtype == torch.float32 else (64, 128)
+    tiles = sum(triton.cdiv(n, BN) for n in sizes)
     splits = 1
     # at least 264 programs (two on each of 132 multiprocessors), as long as a split keeps 256 values of k
     while tiles * splits < 264 and k >= 512 * splits:
         splits *= 2
     KS = triton.cdiv(triton.cdiv(k, splits), BK) * BK
-    out = x.new_empty(rows, n, dtype=dtype)
-    target = out if splits == 1 else x.new_empty(splits, rows, n, dtype=torch.float32)
+    out = x.new_empty(rows * sum(sizes), dtype=dtype)
+    target = out if splits == 1 else x.new_empty(splits, len(out), dtype=torch.float32)
+    absent = 3 - len(weights)
     _skinny_product_kernel[(triton.cdiv(rows, _SKINNY_ROWS), tiles, splits)](
-        x, weight, scale, target, rows, n, k, *x.stride(), *weight.stride(), KS,
-        SCALED=scale is not None, BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
+        x, *weights, *weights[:1] * absent, *(scales or [None] * len(weights)), *(scales or [None])[:1] * absent,
+        target, rows, *sizes, *[0] * absent, k, *x.stride(), *weights[0].stride(), KS,
+        SCALED=scales is not None, BR=_SKINNY_ROWS, BN=BN, BK=BK, num_warps=4, num_stages=4,
     )
     if splits > 1:
-        grid = (triton.cdiv(n, 1024), rows)
-        _skinny_sum_kernel[grid](target, out, rows, n, SPLITS=splits, BN=1024, num_warps=4)
-    return out
+        _skinny_sum_kernel[(triton.cdiv(len(out), 1024),)](target, out, len(out), SPLITS=splits, BN=1024, num_warps=4)
+    return [part.view(rows, n) for part, n in zip(out.split([rows * n for n in sizes]), sizes, strict=True)]
 
 
 def _linear_product_fwd(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[0], dtype=dtype)
     if x.shape[0] <= _SKINNY_MOST:
-        return _skinny_product(x, weight, dtype)
+        return _skinny_products(x, [weight], dtype)[0]
     return matrix_product(x, weight, out=x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 
 
@@ -408,6 +427,27 @@ def linear_product(x: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     else:
         out = _LinearProduct.apply(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.no_grad()
+def linear_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return x @ weight^T for up to three weights (out, in) in one pass, for decoding: a row's bits are its own.
+
+    x (..., in), at most 128 rows; weights contiguous, all of x's dtype, or all float32: then the results are float32.
+    """
+    found = f"got x {tuple(x.shape)} {x.dtype}, weights {[(tuple(w.shape), w.dtype) for w in weights]}"
+    fits = 1 <= len(weights) <= 3 and all(w.dim() == 2 and w.shape[1] == x.shape[-1] for w in weights)
+    _require(fits and len({w.dtype for w in weights}) == 1, f"one to three weights of one dtype must fit x, {found}")
+    dtype = weights[0].dtype
+    _require(dtype in (x.dtype, torch.float32), f"weights must have x's dtype or be float32, {found}")
+    _require_kernel_dtype("x", x)
+    rows = x.reshape(-1, x.shape[-1])
+    _require(rows.shape[0] <= _SKINNY_MOST, f"x must have at most {_SKINNY_MOST} rows, {found}")
+    if _uses_kernel(x) and len(rows):
+        outputs = _skinny_products(rows, [w.contiguous() for w in weights], dtype)
+    else:
+        outputs = [_linear_product_torch(rows.to(dtype), w) for w in weights]
+    return [out.view(*x.shape[:-1], -1) for out in outputs]
 
 
 @dataclass(frozen=True)
@@ -464,13 +504,17 @@ def int8_weight_only_linear(x: Tensor, packed: PackedINT8) -> Tensor:
     found = f"got x {tuple(x.shape)} and weight {packed.shape}"
     _require(x.dim() >= 1 and x.shape[-1] == packed.shape[1], f"x must end in weight's in-dimension, {found}")
     _require_kernel_dtype("x", x)
+    return _int8_products(x, [packed])[0]
+
+
+def _int8_products(x: Tensor, packed: Sequence[PackedINT8]) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1])
-    _require(rows.shape[0] <= _SKINNY_MOST, f"x must have at most {_SKINNY_MOST} rows, {found}")
+    _require(rows.shape[0] <= _SKINNY_MOST, f"x must have at most {_SKINNY_MOST} rows, got {tuple(x.shape)}")
     if _uses_kernel(x):
-        out = _skinny_product(rows, packed.codes, x.dtype, packed.scale)
+        outputs = _skinny_products(rows, [p.codes for p in packed], x.dtype, [p.scale for p in packed])
     else:
-        out = _linear_product_torch(rows, packed.codes.to(x.dtype)) * packed.scale.to(x.dtype)
-    return out.view(*x.shape[:-1], packed.shape[0])
+        outputs = [_linear_product_torch(rows, p.codes.to(x.dtype)) * p.scale.to(x.dtype) for p in packed]
+    return [out.view(*x.shape[:-1], -1) for out in outputs]
 
 
 # ---------------------------------------------------------------------------
@@ -5598,6 +5642,17 @@ class Projection(nn.Module):
         if self.packed is not None:
             return fp4_weight_only_linear(x, self.packed)
         return linear_product(x, self.weight.to(x.dtype))
+
+
+@torch.no_grad()
+def step_together(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+    """Projection.step of up to three projections of one x, in one launch where their weights are of one kind."""
+    packed = [p.packed for p in projections]
+    if all(isinstance(p, PackedINT8) for p in packed):
+        return _int8_products(x, packed)
+    if not any(packed):
+        return linear_products(x, [p.weight.to(x.dtype) for p in projections])
+    return [p.step(x) for p in projections]
 
 
 class RootMeanSquareNorm(nn.Module):

@@ -40,6 +40,7 @@ from custom_kernels import (
     fused_rmsnorm,
     fused_swiglu,
     linear_product,
+    step_together,
 )
 from model_config import ModelConfig, PrecisionConfig
 from recurrent_layers import GatedDeltaRuleMatrixMemoryBlock, MemoryNodes, MemoryState, earlier_tokens
@@ -260,7 +261,7 @@ class SwiGLUFeedForward(nn.Module):
         return self.down(fused_swiglu(self.gate(x), self.up(x)))
 
     def step(self, x: Tensor) -> Tensor:
-        return self.down.step(fused_swiglu(self.gate.step(x), self.up.step(x)))
+        return self.down.step(fused_swiglu(*step_together(x, (self.gate, self.up))))
 
 
 class DecoderLayer(nn.Module):

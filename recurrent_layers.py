@@ -32,7 +32,8 @@ from custom_kernels import (
     delta_rule_gates,
     delta_rule_operands,
     delta_rule_step,
-    linear_product,
+    linear_products,
+    step_together,
 )
 from model_config import ModelConfig
 
@@ -171,10 +172,10 @@ class GatedDeltaRuleMatrixMemoryBlock(nn.Module):
         """
         if parents is None:
             parents = torch.arange(-1, x.shape[1] - 1, dtype=torch.int32, device=x.device)
-        parts = self.query.step(x), self.key.step(x), self.value.step(x)
+        parts = step_together(x, (self.query, self.key, self.value))
         parts, raw = self._convolved_nodes(parts, memory, parents, earlier)
         q, k, v = (self._heads(part) for part in parts)
-        logits = linear_product(x.float(), self._gate_weight()) if x.dtype != torch.float64 else self._gate_logits(x)
+        (logits,) = linear_products(x, [self._gate_weight().to(torch.promote_types(x.dtype, torch.float32))])
         alpha, beta, log_gamma = self._gates(logits)
         q, k, v = delta_rule_operands(q, k, v, alpha)
         y = delta_rule_step(q, k, v, beta, log_gamma, memory.state, parents=parents)

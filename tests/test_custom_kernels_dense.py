@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 import custom_kernels
 from custom_kernels import (
     PackedINT8,
+    Projection,
     delta_rule_gates,
     delta_rule_operands,
     dequantize_int8,
@@ -37,10 +38,12 @@ from custom_kernels import (
     int8_weight_only_linear,
     l2_normalize,
     linear_product,
+    linear_products,
     matrix_product,
     newton_schulz_orthogonalize,
     pack_weight,
     quantize_int8,
+    step_together,
     unpack_weight,
 )
 from recurrent_layers import half_life_biases
@@ -191,6 +194,48 @@ def test_r17_linear_product_row_does_not_depend_on_the_other_rows(device, dtype,
     loud = x.clone()
     loud[1:] = 1e4 * loud[1:].flip(0)
     assert torch.equal(linear_product(loud, weight)[0], single[0])
+
+
+def together_check(device, dtype, rows, n_in, sizes):
+    """Several products of one x: each within a product's bounds, each row's bits its own; 32-bit weights under 16."""
+    x = dense_random(rows, n_in, seed=41, device=device, dtype=dtype)
+    options = dict(device=device, dtype=dtype, scale=n_in**-0.5)
+    matrices = [dense_random(n, n_in, seed=42 + i, **options) for i, n in enumerate(sizes)]
+    wide = torch.promote_types(dtype, torch.float32)
+    for weights in (matrices, [w.to(wide) for w in matrices]):
+        got = linear_products(x, weights)
+        for i, (y, w) in enumerate(zip(got, weights, strict=True)):
+            assert y.is_contiguous() and y.dtype == w.dtype
+            low = x.to(w.dtype) @ w.T
+            assert_close(f"product {i}", y, x.double() @ w.double().T, low, rms_bound=DENSE_BOUND[w.dtype])
+        for r in (0, rows - 1):
+            for y, alone in zip(got, linear_products(x[r : r + 1], weights), strict=True):
+                assert torch.equal(y[r : r + 1], alone)
+    packed = [quantize_int8(w) for w in matrices]
+    projections = [Projection(n_in, n) for n in sizes]
+    for projection, codes in zip(projections, packed, strict=True):
+        projection.take(codes)
+    for y, codes in zip(step_together(x, projections), packed, strict=True):
+        values = codes.codes.double() * codes.scale.double()[:, None]
+        low = (x.to(dtype) @ codes.codes.to(dtype).T) * codes.scale.to(dtype)
+        assert_close("8 bit", y, x.double() @ values.T, low, rms_bound=DENSE_BOUND[dtype])
+
+
+@pytest.mark.parametrize("device, dtype", DENSE_CASES)
+# one, two and three weights; a size that ends on a tile, one behind it; splits with a ragged last one
+@pytest.mark.parametrize("rows, n_in, sizes", [(3, 96, (64,)), (7, 1100, (65, 130)), (17, 520, (64, 100, 192))])
+def test_products_of_one_input_together(device, dtype, rows, n_in, sizes):
+    together_check(device, dtype, rows, n_in, sizes)
+
+
+def test_products_together_refuse_what_does_not_fit():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="one to three weights"):
+        linear_products(x, [torch.zeros(3, 8)] * 4)
+    with pytest.raises(ValueError, match="must have x's dtype or be float32"):
+        linear_products(x, [torch.zeros(3, 8, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match="at most 128 rows"):
+        linear_products(torch.zeros(129, 8), [torch.zeros(3, 8)])
 
 
 @pytest.mark.parametrize("device, dtype", DENSE_CASES)
@@ -879,6 +924,8 @@ for rows, n_in, n_out in ((1, 7, 5), (3, 1100, 63), (17, 65, 64)):
     t.linear_check("cpu", f32, rows, n_in, n_out)
 for shape in ((1, 2), (63, 32), (3, 257)):
     t.norm_ops("cpu", f32, shape)
+t.together_check("cpu", f32, 7, 1100, (65, 130))
+t.together_check("cpu", f32, 17, 520, (64, 100, 192))
 t.operands_check("cpu", f32, 2, 3, 3, 32, 48)
 t.operands_check("cpu", f32, 1, 2, 70, 64, 80)
 t.gates_check("cpu", f32, 2, 65, 28)
@@ -940,16 +987,18 @@ def _dense_cases() -> list:
             cases.append(("_matrix_product_kernel", types, constants | tile, options))
             if dt == "bf16":
                 cases.append(("_matrix_product_kernel", types, constants | dict(BM=64, BN=64, BK=64), small))
-        names = "R N K s_xr s_wn KS"
+        names = "R N0 N1 N2 K s_xr s_wn KS"
         for out in ("*fp32", pointer):
             for scaled in (False, True):
-                pointers = dict(p_x=pointer, p_w="*i8" if scaled else pointer, p_out=out)
-                pointers |= dict(p_scale="*fp32") if scaled else {}
-                types = _dense_types(pointers, names, div="N K s_xr s_wn KS", tag=dt)
-                constants = dict(s_xk=1, s_wk=1, SCALED=scaled, BR=16, BN=64, BK=128 if dt == "bf16" else 64)
-                constants |= {} if scaled else {"p_scale": None}
+                scales = ("p_scale0", "p_scale1", "p_scale2")
+                pointers = dict.fromkeys(("p_w0", "p_w1", "p_w2"), "*i8" if scaled else pointer)
+                pointers |= dict(p_x=pointer, p_out=out) | (dict.fromkeys(scales, "*fp32") if scaled else {})
+                types = _dense_types(pointers, names, div="K s_xr s_wn KS", tag=dt)
+                constants = dict(s_xk=1, s_wk=1, SCALED=scaled, BR=16, BN=64 if dt == "bf16" else 16,
+                                 BK=128 if dt == "bf16" else 64)  # fmt: skip
+                constants |= {} if scaled else dict.fromkeys(scales)
                 cases.append(("_skinny_product_kernel", types, constants, small))
-        types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "R N", div="N", tag=dt)
+        types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "n", tag=dt)
         cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
         for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):
             constants, options_n = dict(BR=BR, BD=BD), dict(num_warps=warps)

@@ -221,6 +221,8 @@ MUTANTS = [
     mutant(SCALED, "norm offset gradient", "triton", KERNELS, "rmsnorm",
            ("        tl.store(p_o, slope * tl.sum(b_dw", "        tl.store(p_o, tl.sum(b_dw")),
 
+    mutant(INDEX, "place of a product among others", "triton", KERNELS, "products",
+           ("p_scale, N, before = p_w2, p_scale2, N2, N0 + N1", "p_scale, N, before = p_w2, p_scale2, N2, N0")),
     mutant(ROUNDED, "gate of the layer", "cpu", KERNELS, "gates",
            ("_logistic_torch(y + erase_bias + erase), log",
             "_logistic_torch(y + erase_bias + erase).bfloat16().to(y), log")),
@@ -464,6 +466,12 @@ def check_convolved_layer(device: str, dtype: torch.dtype) -> None:
     import test_hybrid_model as t
 
     t.test_b001_packed_documents_equal_documents_alone(t.CONVOLVED)
+
+
+def check_products(device: str, dtype: torch.dtype) -> None:
+    import test_custom_kernels_dense as t
+
+    t.together_check(device, dtype, 7, 300, (64, 100, 192))
 
 
 def check_gates(device: str, dtype: torch.dtype) -> None:
