@@ -2506,7 +2506,7 @@ def _scan_segments(rows: int, chunks: int, multiprocessors: int) -> int:
 
     One where the rows are enough programs. Fewer rows: as many as keep the walk (S a row) and the maps (2 S - 3: the
     first segment has no M, the last none at all) in one wave of two programs a row, two a multiprocessor; 28 rows on
-    132: 3, predicted 1.2 ms for 65,536 tokens against 1.9 ms uncut. A row of 1,048,576 tokens is cut to 512 chunks, for
+    132: 3, 2.5 ms measured for 65,536 tokens (maps and outputs). A row of 1,048,576 tokens is cut to 512 chunks, for
     many waves of which none is nearly empty. Below 16 chunks a segment costs more than it saves.
     """
     one_wave = min(multiprocessors // rows, (multiprocessors // rows + 3) // 2)

@@ -7,8 +7,8 @@
     python tests/benchmarks/at_size.py rate --preset nano --tokens-per-step 2048 --context 256       # smoke, CPU
 
 Ids are random, in one document, since neither time nor memory depends on them; no loss printed here means anything.
-A step is whole: loss, draft losses, recomputation, both optimizers, conditioning. Its first two runs (compilation,
-recording) are not counted. TFLOP/s are 6 * matrix parameters * tokens / seconds, the attention's and the draft head's
+A step is whole: loss, draft losses, recomputation, both optimizers, conditioning (the run is planned so long that the
+timed steps fall in its first tenth). Its first two runs (compilation, recording) are not counted. TFLOP/s are 6 * matrix parameters * tokens / seconds, the attention's and the draft head's
 own products and what is computed again left out; the share is of the chip's dense peak. Peak memory is the allocator's,
 beside what `plan` says.
 """
@@ -99,7 +99,7 @@ def measure_rate(arguments: argparse.Namespace, tokens: TokenFile, facts: Device
     rows = []
     for precision in arguments.precision:
         started = time.perf_counter()
-        engine = build(arguments, tokens, [arguments.context], arguments.steps + 3, precision=precision)
+        engine = build(arguments, tokens, [arguments.context], 10 * (arguments.steps + 3), precision=precision)
         engine.train_step()
         _synchronize()
         print(f"{precision}: first step {time.perf_counter() - started:.1f} s after the start, recompute "
@@ -138,7 +138,7 @@ def measure_recompute(arguments: argparse.Namespace, tokens: TokenFile, facts: D
         if need > facts.memory:
             print(f"{choice:28s} needs {need / 2**30:.1f} GiB, the device has {facts.memory / 2**30:.1f}: not run")
             continue
-        engine = build(arguments, tokens, [arguments.context], arguments.steps + 2, recompute=choice)
+        engine = build(arguments, tokens, [arguments.context], 10 * (arguments.steps + 2), recompute=choice)
         timed(engine, 2)
         seconds = timed(engine, arguments.steps)
         rows.append(row(choice, engine.config, facts, engine.loader.step_batches(1).tokens, seconds))

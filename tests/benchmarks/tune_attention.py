@@ -10,8 +10,10 @@ the key pass (5 of a backward pass are counted in peers' figures: ours makes 7, 
 heads over 4 of 128, window 8,192 and 64 anchors, bf16. Last, whole forward and both directions beside the library's
 causal attention, and one JSON line. Without a GPU the same code runs tiny float32 shapes in Triton's interpreter.
 
-Predicted for one H200 before any run, from products at 0.8 of the measured matrix rate and instructions a tile (ms at
-16,384 tokens): forward 3.0 (480 TFLOP/s), query 4.5, key 5.8; both directions 13.5 (375 TFLOP/s).
+Log, one H200, torch 2.11, Triton 3.6, ms at 16,384 tokens. Predicted from products at 0.8 of the measured matrix rate
+and instructions a tile: forward 3.0 (480 TFLOP/s), query 4.5, key 5.8; both directions 13.5 (375). Measured: forward
+3.22 (448), query 4.05 (535), both 14.3 (352); at 65,536 forward 16.2 (444), both 70.2 (360); the library, causal, 613.
+Other tiles are slower: forward 3.29 to 4.71, query 4.31 and 5.40; those of the key pass have not been timed.
 """
 
 import argparse

@@ -9,10 +9,14 @@ row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens
 28 heads of 128 in bf16; below the base, its ms by kernel and its peak memory. Last, one JSON line. Without a GPU the
 same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
 
-Predicted for one H200 before any run, from instructions a chunk at 0.7 an issue slot and clock, occupancy, bytes (ms):
-    a: entry 0.25, outputs 0.27, forward 0.55; states 0.25, back 0.32, inputs 1.1, both directions 2.3
-    b: entry 0.5, maps 0.55, outputs 0.65, forward 1.7; both 5.9, 6.7 GB; one segment: forward 2.4
-    c: entry 8, maps 11, outputs 7, forward 26: 0.68 of the throughput of a, the maps being what a has not
+Log, one H200, torch 2.11, Triton 3.6 (ms). Predicted from instructions a chunk at 0.7 an issue slot and clock,
+occupancy and bytes: all walks take twice that, since they wait (issued 0.17 instructions a clock and scheduler; 37 % of
+the stalls for memory, 18 % at barriers), with half of the memory's rate.
+    a: entry 0.25, measured 0.50; outputs 0.27, 0.69; states 0.25, 0.53; back 0.32, 0.79; inputs 1.1, 2.22; forward
+       0.55, 1.19; both 2.3, 4.74. Then pairs and inputs apart, 64 keys a program: predicted 0.45 + 1.0, measured 0.54 +
+       1.16, one stage: both 4.13. Walks of 8 warps: 1.67 forward; two stages for the outputs: 1.30
+    b: entry 0.5, 0.99; forward 1.7, 3.50; both 5.9, 12.2, then 11.1; 7.2 GB
+    c: entry 8, 15.6; forward 26, 47.6: 0.80 of the throughput of a
 """
 
 import argparse
@@ -43,7 +47,7 @@ CANDIDATES = {
     "pairs": ("64x4x1", "128x4x1"),
     "inputs": ("64x4x1", "128x4x1", "128x8x1"),
     "outputs": ("64x4x2", "128x8x1", "128x8x2"),
-    "states": ("64x4x1", "64x8x2", "128x8x2"),
+    "states": ("64x4x1", "64x4x3", "64x8x2", "128x8x2"),
     "back": ("64x4x2", "64x8x2", "128x8x2"),
     "segments": ("1x3", "2x4", "4x14", "8x66"),  # of b and c
     "entry": ("168",),  # registers
