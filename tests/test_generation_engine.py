@@ -841,7 +841,11 @@ def test_a_session_holds_no_empty_page_and_fits_its_model_only(model: HybridLang
     stored = long.session()
     pages = [value.shape[0] for name, value in stored.items() if name.endswith("codes")]
     assert pages == [1 + 2] * len(pages), "90 + 10 tokens lie in two pages"
+    # of a longer text that was here before nothing is left
+    list(short.generate([9] * 250))
     short.restore(stored)
+    pools = [value for name, value in short.state.tensors().items() if name.endswith("codes")]
+    assert pools and not any(value[1 + 2 :].any() for value in pools)
     assert list(short.generate([5], resume=True)) == list(long.generate([5], resume=True))
     with pytest.raises(ValueError, match=r"prompt and output must fit 300 tokens of context, got 311 \+ 10 = 321"):
         short.generate([1] * 200, resume=True)
