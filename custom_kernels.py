@@ -1948,6 +1948,21 @@ def _scan_store(ptr, value, o_t, o_d, stride, n_t, n_d):
 
 
 @_jit
+def _scan_ahead(ptr, o_line):
+    """Ask the second-level cache for the 128-byte lines at ptr + o_line, which a later chunk will load."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(ptr + o_line).to(tl.int64)], tl.int32, False, 1
+    )
+
+
+@_jit
+def _scan_ahead_tokens(ptr, first, T, stride, o_t, D: tl.constexpr):
+    """The rows of tokens first + o_t, D 16-bit values each, `stride` elements apart from one token to the next."""
+    for i in tl.static_range(0, D, 64):
+        _scan_ahead(ptr + i, tl.minimum(first + o_t, T - 1).to(tl.int64) * stride)
+
+
+@_jit
 def _scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT: tl.constexpr):
     """Where each token's document starts, from the chunk's first token on; tokens behind the row follow its last."""
     i_t = tl.minimum(i_c * BT + o_t, T - 1)
@@ -2085,7 +2100,8 @@ def _chunk_associative_scan_kernel(
 def _chunk_scan_walk_kernel(
     q_ptr, k_ptr, v_ptr, inverse_ptr, pair_ptr, gate_ptr, initial_ptr, y_ptr, w_ptr, states_ptr, final_ptr, maps_ptr,
     T, NC, H, SEGMENTS, LENGTH, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, KEEP: tl.constexpr, MAPS: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, KEEP: tl.constexpr, MAPS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
     """One segment (LENGTH chunks) of one head in order, BV value columns: w = (I - A)^-1 (v - pre K S), u = beta w,
     y = out Q S + pair u, S <- carry S + K^T (to_end u), from the state that enters the segment. KEEP, for the backward
@@ -2119,6 +2135,16 @@ def _chunk_scan_walk_kernel(
         i_chunk = i_bh * NC + i_c
         i_token = (i_b * T + i_c * BT) * H + i_h
         p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+        if AHEAD:
+            i_next = tl.minimum(i_c + AHEAD, NC - 1)
+            p_row = (i_b * T * H + i_h) * K
+            _scan_ahead_tokens(k_ptr + p_row, i_next * BT, T, H * K, o_t, K)
+            _scan_ahead_tokens(v_ptr + (i_b * T * H + i_h) * V + i_v * BV, i_next * BT, T, H * V, o_t, BV)
+            _scan_ahead(inverse_ptr + (i_bh * NC + i_next) * (BT * BT), o_t * BT)
+            _scan_ahead(gate_ptr + (i_bh * NC + i_next) * (ROWS * BT), o_t % ROWS * BT + o_t // ROWS % 2 * 32)
+            if not (KEEP or MAPS):
+                _scan_ahead_tokens(q_ptr + p_row, i_next * BT, T, H * K, o_t, K)
+                _scan_ahead(pair_ptr + (i_bh * NC + i_next) * (BT * BT), o_t * BT)
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_v = _scan_load(v_ptr + i_token * V, o_t, o_v, H * V, n_t, n_v)
         b_inverse = _scan_load(inverse_ptr + i_chunk * (BT * BT), o_t, o_t, BT, BT, BT)
@@ -2194,7 +2220,7 @@ def _chunk_scan_carry_kernel(
 def _chunk_scan_dstate_kernel(
     q_ptr, k_ptr, inverse_ptr, pair_ptr, gate_ptr, do_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dinitial_ptr,
     T, NC, H, SEGMENTS, LENGTH, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, MAPS: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
+    PRECISION: tl.constexpr, MAPS: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr = _SCAN_GATE_ROWS,
 ):  # fmt: skip
     """One segment of one head in reverse, BV value columns: du = pair^T do + to_end K dS, dv = (I - A)^-T (beta du),
     dS <- carry dS + Q^T (out do) - K^T (pre dv). du stays in float32: with repeated keys the solve cancels most of it,
@@ -2224,6 +2250,15 @@ def _chunk_scan_dstate_kernel(
         i_chunk = i_bh * NC + i_c
         i_token = (i_b * T + i_c * BT) * H + i_h
         p_gate = gate_ptr + i_chunk * (ROWS * BT) + o_t
+        if AHEAD:
+            i_next = tl.maximum(i_c - AHEAD, 0)
+            p_row = (i_b * T * H + i_h) * K
+            _scan_ahead_tokens(q_ptr + p_row, i_next * BT, T, H * K, o_t, K)
+            _scan_ahead_tokens(k_ptr + p_row, i_next * BT, T, H * K, o_t, K)
+            _scan_ahead_tokens(do_ptr + (i_b * T * H + i_h) * V + i_v * BV, i_next * BT, T, H * V, o_t, BV)
+            _scan_ahead(inverse_ptr + (i_bh * NC + i_next) * (BT * BT), o_t * BT)
+            _scan_ahead(pair_ptr + (i_bh * NC + i_next) * (BT * BT), o_t * BT)
+            _scan_ahead(gate_ptr + (i_bh * NC + i_next) * (ROWS * BT), o_t % ROWS * BT + o_t // ROWS % 2 * 32)
         b_q = _scan_load(q_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_k = _scan_load(k_ptr + i_token * K, o_t, o_k, H * K, n_t, K)
         b_do = _scan_load(do_ptr + i_token * V, o_t, o_v, H * V, n_t, V)
@@ -2529,14 +2564,17 @@ def _scan_tiles(x: Tensor, v: Tensor, chunk_size: int) -> SimpleNamespace:
     length = triton.cdiv(chunks, segments)
     merge = "tf32" if low else "ieee"
     # the carried state over pipelined products is not repeatable at 4 and 8 warps on sm_103, Triton 3.6 and 3.7
-    narrow = dict(BV=BV, num_warps=2 if low else 8, num_stages=1)
+    # of 32 columns in two warps, the compiler keeps 32 registers and 6 KB of stack in the walk back; 16: 0.7 KB
+    narrow = dict(BV=min(widest, 16), num_warps=2 if low else 8, num_stages=1, AHEAD=0)
     # sm_90: four warps, since the compiler gives all of eight the same 64 rows, and each product is made twice; 64
     # columns in 255 registers, so that two programs share a multiprocessor and its 227 KB of shared memory. Both hold a
     # walk's tiles twice when it makes no outputs (three tiles, 74 KB), once when it does or goes back (five, 74 KB).
     # Never 32 columns, nor 32 keys below: with matrix instructions of that width results were wrong, and a walk read
     # outside its shared memory
-    ahead = dict(BV=64, num_warps=4, num_stages=2) if hopper else narrow
-    at_once = dict(BV=64, num_warps=4, num_stages=1) if hopper else narrow
+    # AHEAD asks the second-level cache for the chunk behind those on their way: a third to a half of these walks' time
+    # was spent waiting for memory at half of its rate (4 x 8,192 tokens; not measured with it yet)
+    ahead = dict(BV=64, num_warps=4, num_stages=2, AHEAD=2) if hopper else narrow
+    at_once = dict(BV=64, num_warps=4, num_stages=1, AHEAD=1) if hopper else narrow
     return SimpleNamespace(
         NC=chunks,
         segments=triton.cdiv(chunks, length),

@@ -8,9 +8,9 @@
 
 Ids are random, in one document, since neither time nor memory depends on them; no loss printed here means anything.
 A step is whole: loss, draft losses, recomputation, both optimizers, conditioning (the run is planned so long that the
-timed steps fall in its first tenth). Its first two runs (compilation, recording) are not counted. TFLOP/s are 6 * matrix parameters * tokens / seconds, the attention's and the draft head's
-own products and what is computed again left out; the share is of the chip's dense peak. Peak memory is the allocator's,
-beside what `plan` says.
+timed steps fall in its first tenth). Its first two runs (compilation, recording) are not counted. TFLOP/s are 6 *
+matrix parameters * tokens / seconds, the attention's and the draft head's own products and what is computed again left
+out; the share is of the chip's dense peak. Peak memory is the allocator's, beside what `plan` says.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/tune_scan.py [--only outputs back] [--seconds 140]
 
-A candidate replaces entries of the table that custom_kernels._scan_tiles returns (columns x warps x stages), or the
-counts of segments. Checks: outputs, final state and every gradient against the float64 token loop, with documents, to
-the bounds of tests/test_custom_kernels_scan.py, whole and in three segments; 20 runs that repeat bit for bit. Then one
-row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens (b), of forward at 1 x 1,048,576 (c),
-28 heads of 128 in bf16; below the base, its ms by kernel and its peak memory. Last, one JSON line. Without a GPU the
-same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
+A candidate replaces entries of the table that custom_kernels._scan_tiles returns (columns x warps x stages, and x
+chunks asked for ahead), or the counts of segments. Checks: outputs, final state and every gradient against the float64
+token loop, with documents, to the bounds of tests/test_custom_kernels_scan.py, whole and in three segments; 20 runs
+that repeat bit for bit. Then one row: ms of forward and of both directions at 4 x 8,192 (a) and 1 x 65,536 tokens (b),
+of forward at 1 x 1,048,576 (c), 28 heads of 128 in bf16; below the base, its ms by kernel and its peak memory. Last,
+one JSON line. Without a GPU the same code runs tiny float32 shapes in Triton's interpreter: a smoke test without
+times.
 
 Log, one H200, torch 2.11, Triton 3.6 (ms). Predicted from instructions a chunk at 0.7 an issue slot and clock,
 occupancy and bytes: all walks take twice that, since they wait (issued 0.17 instructions a clock and scheduler; 37 % of
@@ -46,9 +47,10 @@ CANDIDATES = {
     "base": ("0",),
     "pairs": ("64x4x1", "128x4x1"),
     "inputs": ("64x4x1", "128x4x1", "128x8x1"),
-    "outputs": ("64x4x2", "128x8x1", "128x8x2"),
-    "states": ("64x4x1", "64x4x3", "64x8x2", "128x8x2"),
-    "back": ("64x4x2", "64x8x2", "128x8x2"),
+    # the fourth number: how many chunks ahead the second-level cache is asked
+    "outputs": ("64x4x1x0", "64x4x1x2", "64x4x2x2", "128x8x2x2"),
+    "states": ("64x4x2x0", "64x4x2x3", "64x4x1x1", "64x4x3x3"),
+    "back": ("64x4x1x0", "64x4x1x2", "64x4x2x2"),
     "segments": ("1x3", "2x4", "4x14", "8x66"),  # of b and c
     "entry": ("168",),  # registers
 }
@@ -58,7 +60,7 @@ LOOPS: dict[torch.dtype, list[torch.Tensor]] = {}
 
 def replaced(stage: str, numbers: tuple[int, ...]):
     """custom_kernels._scan_tiles with the candidate's entries."""
-    keys = ("maxnreg",) if stage == "entry" else ("BV", "num_warps", "num_stages")
+    keys = ("maxnreg",) if stage == "entry" else ("BV", "num_warps", "num_stages", "AHEAD")[: len(numbers)]
     values = {} if stage in ("base", "segments") else {stage: dict(zip(keys, numbers, strict=True))}
 
     def tiles(*arguments):
