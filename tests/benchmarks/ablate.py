@@ -192,6 +192,8 @@ VARIANTS = (
             (recurrent_layers, "ALPHA_BIAS", 0.0),
         ),
     ),
+    *(Variant("R12", f"decay over the last {100 * share:.0f} %",
+              {"decay_fraction": share, "stable_fraction": 0.98 - share}) for share in (0.28, 0.6, 0.9)),
     Variant("average", "no terminal average", {"average_fraction": 0.0}),
     Variant("average", "average over the last 15 %", {"average_fraction": 0.15}),
     Variant("draft", "no draft losses", {"draft_loss_weight_1": 0.0, "draft_loss_weight_2": 0.0}),

@@ -11,11 +11,11 @@
 
 All have the same matrix parameters (2 %; not counted is the product's draft head, 7.5 % more at `small`, which no
 validation loss reads), batches in the same order, and a whole schedule for their number of tokens. The rates, the
-momentum and the warm-up (where the recipe has one) are tuned with the first seed: from a start, neighbours on a
-doubling grid are tried until the best point has worse ones on both sides of each, or is a ladder's end. Then every seed
-runs at the best point, and the product at parts of the tokens too: where its loss at the end of a part meets a recipe's
-loss at the end of all tokens is the share that it needs. Prints the grids, a table and the shares; writes
-learn-PRESET.png and learn-PRESET.jsonl.
+momentum, and the warm-up or the share of the tokens over which the rate decays are tuned with the first seed: from a
+start, neighbours on a doubling grid are tried until the best point has worse ones on both sides of each, or is a
+ladder's end. Then every seed runs at the best point, and the product at parts of the tokens too: where its loss at the
+end of a part meets a recipe's loss at the end of all tokens is the share that it needs. Prints the grids, a table and
+the shares; writes learn-PRESET.png and learn-PRESET.jsonl.
 """
 
 import math
@@ -40,7 +40,8 @@ from model_config import Config  # noqa: E402
 from scheduler import WarmupStableDecayScheduler  # noqa: E402
 
 # axes that are no doubling grid, by index
-LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.975, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4)}
+LADDERS = {"warm-up": (0.02, 0.05, 0.1, 0.2, 0.4, 0.6), "momentum": (0.975, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4),
+           "decay": (0.28, 0.45, 0.6, 0.75, 0.9)}  # fmt: skip
 SHARES = (1 / 3, 0.5, 0.8, 0.9)  # of the tokens, for the product
 
 
@@ -58,8 +59,8 @@ class Recipe:
 # starts: the best points so far of `small` at 6.6 M tokens (one H200, 2026-12-01; searches not at their end)
 PRODUCT = {"matrix": 0.12, "embedding": 0.12, "vector": 0.032}
 RECIPES = {
-    "hybrid": Recipe({"momentum": 5, "vector": 0, "matrix": 0, "embedding": 0}, PRODUCT),
-    "printed": Recipe({"momentum": 5, "vector": 0, "matrix": 0, "embedding": 0}, PRODUCT),
+    "hybrid": Recipe({"decay": 2, "momentum": 5, "vector": 0, "matrix": 0, "embedding": 0}, PRODUCT),
+    "printed": Recipe({"decay": 2, "momentum": 5, "vector": 0, "matrix": 0, "embedding": 0}, PRODUCT),
     "adamw": Recipe(
         {"embedding": 0, "matrix": 0, "vector": 0, "warm-up": 4},
         {"matrix": 5e-4, "embedding": 0.032, "vector": 0.032},
@@ -69,7 +70,7 @@ RECIPES = {
         {"matrix": 5e-3, "embedding": 0.016, "vector": 0.016},
     ),
     "delta": Recipe(
-        {"momentum": 4, "vector": 0, "matrix": 0, "embedding": 0},
+        {"decay": 2, "momentum": 4, "vector": 0, "matrix": 0, "embedding": 0},
         {"matrix": 0.06, "embedding": 0.032, "vector": 0.032},
     ),
 }
@@ -118,6 +119,7 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
     loader = learning.loader_for(config, corpus)
     model = _fresh_model("delta" if kind == "delta" else "dense", config, device)
     if kind == "delta":
+        config = _decaying(config, point)
         optimizer = baselines.dual(model, point, replace(config.optimizer, momentum=point["momentum"]))
     else:
         optimizer = {"adamw": baselines.adamw, "muon": baselines.muon}[kind](model, point)
@@ -163,8 +165,16 @@ def _train_baseline(kind: str, point: dict[str, float], config: Config, corpus: 
 def train_hybrid(name: str, point: dict[str, float], config: Config, corpus: Corpus) -> Run:
     """Train the product at a grid point; matrix is the spectral norm of a square matrix's step."""
     fields = {"matrix": "spectral_lr", "embedding": "embedding_lr", "vector": "vector_lr", "momentum": "momentum"}
-    values = {fields[name]: value for name, value in point.items()}
-    return learning.train_product(config.with_values(values), corpus, name=name, point=point)
+    values = {fields[name]: value for name, value in point.items() if name in fields}
+    return learning.train_product(_decaying(config.with_values(values), point), corpus, name=name, point=point)
+
+
+def _decaying(config: Config, point: dict[str, float]) -> Config:
+    """The product's schedule with the point's share of decay, at the cost of what is constant."""
+    return config.with_values({
+        "decay_fraction": point["decay"],
+        "stable_fraction": 1 - config.schedule.warmup_fraction - point["decay"],
+    })  # fmt: skip
 
 
 def share_needed(parts: list[tuple[int, float]], nats: float, tokens: int) -> float:
