@@ -10,8 +10,8 @@ every result repeats bit for bit. Tiles are fixed choices per case, never search
 
 Sections, each self-contained after the shared device functions: matrix product; norms and SwiGLU; linear cross entropy;
 orthogonalisation; causal convolution; delta rule scan and step; windowed attention, rotary and paged cache; Hadamard
-transform and microscaled formats; layer primitives. Letters as in model_config.py; kernels use p_ pointers, b_ blocks,
-o_ offsets, m_ masks, i_ program indices, and tiles BM BN BK.
+transform and microscaled formats; noise of choices; layer primitives. Letters as in model_config.py; kernels use p_
+pointers, b_ blocks, o_ offsets, m_ masks, i_ program indices, and tiles BM BN BK.
 """
 
 import functools
@@ -56,6 +56,7 @@ __all__ = [
     "fused_residual_sphere",
     "fused_rmsnorm",
     "fused_swiglu",
+    "gumbel_noise",
     "hadamard_rotate",
     "hadamard_transform",
     "int8_weight_only_linear",
@@ -76,6 +77,7 @@ __all__ = [
     "step_together",
     "unpack_weight",
     "windowed_attention",
+    "wrapped_word",
 ]
 
 # ---------------------------------------------------------------------------
@@ -5610,6 +5612,85 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: DelayedScale) -> Tensor:
     if flat.shape[0] == 0:
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
     return _FP8Linear.apply(flat, weight, scales).view(*x.shape[:-1], weight.shape[0])
+
+
+# ---------------------------------------------------------------------------
+# Noise of choices
+
+_NOISE_GOLDEN, _NOISE_MIX_1, _NOISE_MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@_jit
+def _noise_mixed(bits, MIX_1: tl.constexpr = _NOISE_MIX_1, MIX_2: tl.constexpr = _NOISE_MIX_2):
+    bits = (bits ^ (bits >> 30)) * MIX_1
+    bits = (bits ^ (bits >> 27)) * MIX_2
+    return bits ^ (bits >> 31)
+
+
+@_jit
+def _gumbel_noise_kernel(p_seed, p_position, p_out, W, BLOCK: tl.constexpr, GOLDEN: tl.constexpr = _NOISE_GOLDEN):
+    """BLOCK values of one (seed, position)."""
+    i_n = tl.program_id(1).to(tl.int64)
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # as vectors, whose products wrap without a warning in the interpreter too
+    seed = tl.load(p_seed + i_n + 0 * o).to(tl.uint64)
+    position = tl.load(p_position + i_n + 0 * o).to(tl.uint64)
+    start = _noise_mixed((_noise_mixed(seed + GOLDEN) ^ position) + GOLDEN)
+    bits = _noise_mixed((o + 1).to(tl.uint64) * GOLDEN + start)
+    uniform = ((bits >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    tl.store(p_out + i_n * W + o, -tl.log(-tl.log(uniform)), mask=o < W)
+
+
+def _gumbel_noise_launch(seed: Tensor, position: Tensor, size: int) -> Tensor:
+    out = torch.empty(len(seed), size, dtype=torch.float64, device=seed.device)
+    _gumbel_noise_kernel[(triton.cdiv(size, 1024), len(seed))](seed, position, out, size, BLOCK=1024, num_warps=4)
+    return out
+
+
+def _noise_mixed_torch(bits: Tensor, add: int = 0) -> Tensor:
+    bits = bits + add
+    bits = (bits ^ _noise_shifted_torch(bits, 30)) * wrapped_word(_NOISE_MIX_1)
+    bits = (bits ^ _noise_shifted_torch(bits, 27)) * wrapped_word(_NOISE_MIX_2)
+    return bits ^ _noise_shifted_torch(bits, 31)
+
+
+def wrapped_word(word: int) -> int:
+    """Return the int64 that has the lowest 64 bits of a number: a seed of any size, or an unsigned constant."""
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _noise_shifted_torch(bits: Tensor, count: int) -> Tensor:
+    return (bits >> count) & ((1 << (64 - count)) - 1)  # logical shift of int64
+
+
+def _gumbel_noise_torch(seed: Tensor, position: Tensor, size: int) -> Tensor:
+    golden = wrapped_word(_NOISE_GOLDEN)
+    start = _noise_mixed_torch(_noise_mixed_torch(seed + golden) ^ position, golden)
+    index = torch.arange(1, size + 1, dtype=torch.int64, device=start.device)
+    bits = _noise_mixed_torch(index * golden + start[..., None])  # wraps modulo 2^64
+    # 53 bits, centred in their cell, so that neither logarithm meets 0
+    uniform = (_noise_shifted_torch(bits, 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def gumbel_noise(
+    seed: int | Tensor, position: int | Tensor, size: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return standard Gumbel noise float64, a function of (seed, position, index) alone.
+
+    seed, position: numbers, for (W,); or int64 tensors (B,), for (B, W). Counter-based: index i takes the i-th output
+    of the 64-bit SplitMix generator (Steele, Lea, Flood, 2014) whose start is the mixed pair (seed, position), so
+    nothing depends on what was drawn before. The bits are the same on any device, the logarithms to their last place.
+    """
+    seed, position = (
+        x if isinstance(x, Tensor) else torch.tensor(wrapped_word(x), device=device) for x in (seed, position)
+    )
+    seed, position = torch.broadcast_tensors(seed, position)
+    if not seed.is_cuda:
+        return _gumbel_noise_torch(seed, position, size)
+    rows = (x.reshape(-1).contiguous() for x in (seed, position))
+    return _gumbel_noise_launch(*rows, size).view(*seed.shape, size)
 
 
 # ---------------------------------------------------------------------------

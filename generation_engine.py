@@ -24,8 +24,8 @@ host reads what a step made after it has launched the next. A row that has finis
 row depends on its neighbours: sums whose order a library picks by the shape of its input are folded in a fixed order
 or taken row by row.
 
-Letters: B rows, N tree nodes, W vocabulary, D width, S penalty window. Public names: gumbel_noise, TextHistory,
-penalize, dynamic_temperature, restrict, CurvePoint, GenerationStatistics, Request, Chunk, StreamingGenerationEngine.
+Letters: B rows, N tree nodes, W vocabulary, D width, S penalty window. Public names: TextHistory, penalize,
+dynamic_temperature, restrict, CurvePoint, GenerationStatistics, Request, Chunk, StreamingGenerationEngine.
 """
 
 import time
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from custom_kernels import gumbel_noise, wrapped_word
 from hybrid_model import DecodeState, DraftTree, HybridLanguageModel, RecordedWork
 from model_config import GenerationConfig
 
@@ -49,7 +50,6 @@ __all__ = [
     "StreamingGenerationEngine",
     "TextHistory",
     "dynamic_temperature",
-    "gumbel_noise",
     "penalize",
     "restrict",
 ]
@@ -57,48 +57,6 @@ __all__ = [
 DRAFT_WIDTH = 2  # candidates at each node: a second one raises acceptance from about 0.74 to 0.90 and costs no pass
 CURVE_TOKENS = 1024  # tokens between two points of the stability curve
 LOOP_PERIOD = 64  # longest block of tokens whose exact repetition counts as a loop
-
-# ---------------------------------------------------------------------------
-# Noise
-
-_WORD = (1 << 64) - 1
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def gumbel_noise(
-    seed: int | Tensor, position: int | Tensor, size: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return standard Gumbel noise float64, a function of (seed, position, index) alone, the same on any device.
-
-    seed, position: numbers, for (W,); or int64 tensors (B,), for (B, W). Counter-based: index i takes the i-th output
-    of the 64-bit SplitMix generator (Steele, Lea, Flood, 2014) whose start is the mixed pair (seed, position), so
-    nothing depends on what was drawn before.
-    """
-    seed, position = (
-        x if isinstance(x, Tensor) else torch.tensor(_signed(x & _WORD), device=device) for x in (seed, position)
-    )
-    start = _mixed(_mixed(seed + _signed(_GOLDEN)) ^ position, _signed(_GOLDEN))
-    index = torch.arange(1, size + 1, dtype=torch.int64, device=start.device)
-    bits = _mixed(index * _signed(_GOLDEN) + start[..., None])  # wraps modulo 2^64
-    # 53 bits, centred in their cell, so that neither logarithm meets 0
-    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
-
-
-def _mixed(bits: Tensor, add: int = 0) -> Tensor:
-    bits = bits + add
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
-    return bits ^ _shifted(bits, 31)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shifted(bits: Tensor, count: int) -> Tensor:
-    return (bits >> count) & ((1 << (64 - count)) - 1)  # logical shift of int64
-
 
 # ---------------------------------------------------------------------------
 # History, penalties and temperature: functions of a node's own path
@@ -414,7 +372,7 @@ class StreamingGenerationEngine:
         # what a step reads and leaves, at fixed addresses
         self.history = TextHistory(options, config.vocab_size, batch=batch, device=self.device)
         self._root, self._limit = numbers(batch), numbers(batch)
-        self._seed = numbers(batch, value=_signed(options.sampling_seed & _WORD))
+        self._seed = numbers(batch, value=wrapped_word(options.sampling_seed))
         self._reason = numbers(batch, value=_CLOSED)
         self._node, self._active = numbers(batch), numbers(batch, kind=torch.bool)
         self._path = numbers(batch, self.depth + 1, kind=torch.int32)
@@ -532,7 +490,7 @@ class StreamingGenerationEngine:
                 f"prompt and output must fit {self.max_length} tokens of context, got {asked} + {new} = {asked + new}"
             )
         seed = self.options.sampling_seed if request.seed is None else request.seed
-        return Request(prompt, _signed(seed & _WORD), new, request.resume)
+        return Request(prompt, wrapped_word(seed), new, request.resume)
 
     def _serve(self, requests: Iterable[Request]) -> Iterator[Chunk]:
         """Loop: free rows take requests, a step is launched, and the step before it is read."""

@@ -35,6 +35,7 @@ from custom_kernels import (
     fused_residual_sphere,
     fused_rmsnorm,
     fused_swiglu,
+    gumbel_noise,
     int8_weight_only_linear,
     l2_normalize,
     linear_product,
@@ -219,6 +220,21 @@ def together_check(device, dtype, rows, n_in, sizes):
         values = codes.codes.double() * codes.scale.double()[:, None]
         low = (x.to(dtype) @ codes.codes.to(dtype).T) * codes.scale.to(dtype)
         assert_close("8 bit", y, x.double() @ values.T, low, rms_bound=DENSE_BOUND[dtype])
+
+
+def noise_check(device):
+    """The kernel against the plain form: bits alike, so nothing but a logarithm's last place may differ."""
+    seed = torch.tensor([0, 3, -1, 1 << 62], device=device)
+    position = torch.tensor([0, 7, 1 << 40, 131_071], device=device)
+    got = custom_kernels._gumbel_noise_launch(seed, position, 1500)
+    want = custom_kernels._gumbel_noise_torch(seed, position, 1500)
+    assert got.shape == (4, 1500) and torch.allclose(got, want, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.gpu
+def test_noise_is_the_plain_forms():
+    noise_check("cuda")
+    assert torch.allclose(gumbel_noise(5, 9, 64, "cuda").cpu(), gumbel_noise(5, 9, 64), rtol=1e-12)
 
 
 @pytest.mark.parametrize("device, dtype", DENSE_CASES)
@@ -924,6 +940,7 @@ for rows, n_in, n_out in ((1, 7, 5), (3, 1100, 63), (17, 65, 64)):
     t.linear_check("cpu", f32, rows, n_in, n_out)
 for shape in ((1, 2), (63, 32), (3, 257)):
     t.norm_ops("cpu", f32, shape)
+t.noise_check("cpu")
 t.together_check("cpu", f32, 7, 1100, (65, 130))
 t.together_check("cpu", f32, 17, 520, (64, 100, 192))
 t.operands_check("cpu", f32, 2, 3, 3, 32, 48)
@@ -998,6 +1015,9 @@ def _dense_cases() -> list:
                                  BK=128 if dt == "bf16" else 64)  # fmt: skip
                 constants |= {} if scaled else dict.fromkeys(scales)
                 cases.append(("_skinny_product_kernel", types, constants, small))
+        types = _dense_types(dict(p_seed="*i64", p_position="*i64", p_out="*fp64"), "W", tag=dt)
+        golden = dict(BLOCK=1024, GOLDEN=custom_kernels._NOISE_GOLDEN)
+        cases.append(("_gumbel_noise_kernel", types, golden, dict(num_warps=4)))
         types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "n", tag=dt)
         cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
         for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):

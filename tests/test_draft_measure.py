@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import train_engine
+from custom_kernels import gumbel_noise
 from dataset_pipeline import StepPlan, TokenFile, open_tokens, prepare, write_tokens
-from generation_engine import StreamingGenerationEngine, gumbel_noise
+from generation_engine import StreamingGenerationEngine
 from hybrid_model import HybridLanguageModel
 from model_config import GenerationConfig, TrainConfig, preset
 from train_engine import TrainingEngine, read_run_config, save_weights

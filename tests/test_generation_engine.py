@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from attention_layers import ROTARY_POSITIONS
-from custom_kernels import Projection
+from custom_kernels import Projection, gumbel_noise
 from generation_engine import (
     Request,
     StreamingGenerationEngine,
     TextHistory,
     dynamic_temperature,
-    gumbel_noise,
     penalize,
     restrict,
 )

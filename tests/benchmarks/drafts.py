@@ -38,8 +38,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from custom_kernels import gumbel_noise  # noqa: E402
 from dataset_pipeline import TokenFile, open_tokens  # noqa: E402
-from generation_engine import DRAFT_WIDTH, GenerationStatistics, StreamingGenerationEngine, gumbel_noise  # noqa: E402
+from generation_engine import DRAFT_WIDTH, GenerationStatistics, StreamingGenerationEngine  # noqa: E402
 from hybrid_model import HybridLanguageModel  # noqa: E402
 from model_config import GenerationConfig, PrecisionConfig  # noqa: E402
 from train_engine import describe_device, load_weights  # noqa: E402
