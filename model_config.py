@@ -573,6 +573,8 @@ def _nano() -> Config:
     )  # fmt: skip
     return replace(
         config,
+        # two seeds of the demo run: 3.799 and 3.791 nats; with the printed 0.70 and 0.28, 3.875 and 3.807
+        schedule=replace(config.schedule, stable_fraction=0.38, decay_fraction=0.60),
         curriculum=replace(config.curriculum, length_divisor=8),
         precision=PrecisionConfig(precision="fp32"),
     )
