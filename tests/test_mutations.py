@@ -72,7 +72,7 @@ _TORCH_GATES = "    gates = _scan_torch_gates(log_gamma, doc_start, chunk_size)\
 _FORGOTTEN = "torch.full_like(doc_start, -1)"
 _LOAD_BETA = "b_beta = tl.load(beta_ptr + i_token + o_t * H, mask=m_t, other=0.0)"
 _NARROW = ".to(tl.bfloat16).to(tl.float32)"
-_M_PRE = "(o_j < o_i) & (o_j >= b_doc[:, None])"
+_PAIR_DOC = "_scan_load_doc(doc_ptr, i_b, i_c, T, o_t, BT), o_t, BT, 0)"
 _NEAR_KEY = "_attention_near_mask(o_i[None, :] + P, o_row[:, None], b_ds[None, :] + P, window, 0, 0)"
 _NEAR_QUERY = "_attention_near_mask(o_q[:, None], o_r[None, :], b_first[:, None], window, anchors, 0)"
 _BLOCKS = "    for first in range(0, N, rows):\n        block = slice(first, min(first + rows, N))\n        "
@@ -86,10 +86,10 @@ MUTANTS = [
     mutant(INDEX, "pairs of a chunk", "cpu", KERNELS, "scan",
            ("pre_pair=pairwise(pre_coarse, pre_fine,", "pre_pair=pairwise(out_coarse, out_fine,")),
     mutant(INDEX, "pairs of a chunk", "triton", KERNELS, "scan",
-           ("exponent = (pre_coarse[:, None] - out_coarse[None, :]) + (pre_fine[:, None] - out_fine[None, :])",
-            "exponent = (out_coarse[:, None] - out_coarse[None, :]) + (out_fine[:, None] - out_fine[None, :])")),
+           ("coarse = tl.expand_dims(pre_coarse, ACROSS)", "coarse = tl.expand_dims(out_coarse, ACROSS)"),
+           ("exponent = coarse + (tl.expand_dims(pre_fine,", "exponent = coarse + (tl.expand_dims(out_fine,")),
     mutant(INDEX, "decay of the output", "triton", KERNELS, "scan",
-           ("tl.where(o_i == o_j, 1.0, gamma[:, None] * b_e)", "tl.where(o_i == o_j, 1.0, b_e)")),
+           ("tl.where(o_i == o_j, 1.0, tl.expand_dims(gamma, ACROSS) * b_e)", "tl.where(o_i == o_j, 1.0, b_e)")),
     mutant(INDEX, "entering state", "cpu", KERNELS, "scan",
            ("pre_entry=torch.where(enters, (pre_coarse + pre_fine).exp(), 0.0)", "pre_entry=out_entry")),
     mutant(INDEX, "entering state", "triton", KERNELS, "scan",
@@ -106,7 +106,8 @@ MUTANTS = [
            (_TORCH_GATES, _TORCH_GATES.replace("doc_start", _FORGOTTEN))),
     mutant(RESET, "scan, gradients of the inputs", "triton", KERNELS, "scan",
            ("q, k, doc_start, gates, w,", f"q, k, {_FORGOTTEN}, gates, w,")),
-    mutant(RESET, "scan, pairs of a chunk", "triton", KERNELS, "scan", (_M_PRE, "o_j < o_i")),
+    mutant(RESET, "scan, pairs of a chunk", "triton", KERNELS, "scan",
+           (_PAIR_DOC, _PAIR_DOC.replace("BT), o_t", "BT) - (1 << 20), o_t"))),
     mutant(RESET, "scan, map of a segment", "triton", KERNELS, "scan_segments",
            ("carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        b_low",
             "carry = tl.load(gate_ptr + i_chunk * (ROWS * BT) + 6 * BT - 1)\n        if MAPS:\n"
@@ -177,8 +178,9 @@ MUTANTS = [
     mutant(SCALED, "scan decay gradient", "cpu", KERNELS, "scan",
            ("dlog_gamma = F.pad(span[..., :-1], (1, 0))", f"dlog_gamma = F.pad({SCALE} * span[..., :-1], (1, 0))")),
     mutant(SCALED, "scan decay gradient", "triton", KERNELS, "scan",
-           ("b_dg = tl.where(o_i < o_m, b_dg + dend[None, :], 0.0)",
-            f"b_dg = tl.where(o_i < o_m, {SCALE} * b_dg + dend[None, :], 0.0)")),
+           ("o_t[None, :], b_sum + b_gain, 0.0)", f"o_t[None, :], {SCALE} * (b_sum + b_gain), 0.0)")),
+    mutant(SCALED, "scan decay gradient through the state", "triton", KERNELS, "scan",
+           ("tl.sum(b_dg, axis=0) + carried, mask", f"tl.sum(b_dg, axis=0) + {SCALE} * carried, mask")),
     mutant(SCALED, "attention scores", "cpu", KERNELS, "attention",
            ("weight = (scores * scale).masked_fill(", f"weight = (scores * ({SCALE} * scale)).masked_fill(")),
     mutant(SCALED, "attention scores", "triton", KERNELS, "attention",
