@@ -46,6 +46,7 @@ from custom_kernels import (
     quantize_int8,
     step_together,
     unpack_weight,
+    wrapped_word,
 )
 from recurrent_layers import half_life_biases
 
@@ -229,6 +230,13 @@ def noise_check(device):
     got = custom_kernels._gumbel_noise_launch(seed, position, 1500)
     want = custom_kernels._gumbel_noise_torch(seed, position, 1500)
     assert got.shape == (4, 1500) and torch.allclose(got, want, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("word", [0, 7, -1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63), 3 << 90])
+def test_a_seed_of_any_size_is_its_lowest_64_bits(word):
+    got = wrapped_word(word)
+    assert -(1 << 63) <= got < 1 << 63 and (got - word) % (1 << 64) == 0
+    assert torch.equal(gumbel_noise(word, 5, 8), gumbel_noise(word % (1 << 64), 5, 8))
 
 
 @pytest.mark.gpu
