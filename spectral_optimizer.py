@@ -471,10 +471,9 @@ class DualSpectralOptimizer:
         grad = torch.stack([self._gradient(name).float() for name in part.names])  # (n, R, C) f32
         new = (old * self._config.momentum).add_(grad)
         _write(momenta, finite, new, old)
-        # 3. orthogonalise a scratch stack; the stored momentum keeps its scale. bf16 has float32's range
+        # 3. orthogonalise a scratch copy; the stored momentum keeps its scale
         ahead = grad.add_(new, alpha=self._config.momentum) if self._config.nesterov else new
-        scratch = ahead.to(_product_type(ahead))
-        direction = newton_schulz_orthogonalize(scratch, steps=self._config.newton_schulz_steps).float()
+        direction = newton_schulz_orthogonalize(ahead, steps=self._config.newton_schulz_steps)
         # 4. and 5. update and conditioning, both at the weights before the step
         weight = torch.stack(parameters)  # (n, R, C)
         if part.conditioned and intensity is not None:

@@ -178,7 +178,7 @@ VARIANTS = (
     Variant("R7", "logits x 2", patches=(_scaled_logits(2.0),)),
     Variant("R8", "printed rule", {"lr_rule": "printed"}),
     Variant("R8", "printed, attention output at 256/d_model", {"lr_rule": "printed", "attention_output_rule": "width"}),
-    Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC", (1.0, 0.0)),)),
+    Variant("R9", "no cubic steps", patches=((custom_kernels, "_NS_CUBIC_STEPS", 0),)),
     Variant("R9", "no Nesterov", {"nesterov": False}),
     Variant("R9", "momentum 0.9", {"momentum": 0.9}),
     Variant("R10", "no conditioning", {"spectral_lambda": 0.0}),

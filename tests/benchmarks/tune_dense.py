@@ -6,11 +6,13 @@ A candidate replaces the tile table of custom_kernels (rows x columns x depth x 
 at a small ragged shape, by the bounds of tests/test_custom_kernels_dense.py's rule, and 5 runs that repeat bit for bit.
 Shapes: the products of the loss's backward pass at 2,048 tokens, width 3,584 and 65,536 classes, TFLOP/s beside the
 library's; the loss forward and backward at 8,192 tokens with a float32 weight (ms); orthogonalisation of 3,584 x 11,008
-(ms) beside five bf16 steps by the library's products. `descriptors` is no table entry but another kernel, here alone:
-the same product through tensor descriptors (the bulk copy unit), to see what it would bring. One JSON line at the end.
+(ms) beside five bf16 steps by the library's products; there square tiles are candidates for the symmetric products, the
+others for the rest. One JSON line at the end.
 Without a GPU the same code runs tiny float32 shapes in Triton's interpreter: a smoke test without times.
 
-Predicted for one H200 (TFLOP/s; the library reaches 685): now 450 to 480, four stages 520, descriptors 600.
+One H200, operands through pointers and steps on X itself (before 2026-12-04): loss 27.5 ms, orthogonalisation 7.3 ms:
+440 to 480 TFLOP/s where the library reaches 685. Predicted since: operands by the bulk copy unit 600 TFLOP/s, the
+loss 23.5 ms (2.7 of them the casts of a float32 weight); steps on A = X X^T, 2,054 in place of 3,200 GFLOP, 3.5 ms.
 """
 
 import argparse
@@ -28,53 +30,18 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
 from helpers import assert_close  # noqa: E402
 from triton.testing import do_bench  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 import custom_kernels  # noqa: E402
 
 DTYPE, DEVICE = (torch.bfloat16, "cuda") if CUDA else (torch.float32, "cpu")
 N, D, W = (2048, 3584, 65_536) if CUDA else (32, 64, 96)
 RAGGED = (300, 520, 264) if CUDA else (33, 72, 40)
-PRODUCT = ("128x256x64x8x3", "128x256x64x8x4", "256x128x64x8x3", "128x128x64x8x4", "128x256x128x8x2")
-LOSS = ("128x256x64x8x3", "128x256x64x8x4", "256x128x64x8x3")
-POLAR = ("128x256x64x8x3", "128x256x64x8x4", "256x128x64x8x4", "128x128x64x8x4", "128x128x64x4x4")
-CANDIDATES = {"product": (*PRODUCT, "descriptors"), "loss": LOSS, "polar": POLAR}
-
-
-@triton.jit
-def _descriptor_product_kernel(
-    a_desc, b_desc, p_out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """out (M, N) = a (M, K) b (N, K)^T, tiles brought by the copy unit."""
-    n_m, n_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    pid = tl.program_id(0)
-    first = pid // (GROUP * n_n) * GROUP
-    rows = tl.minimum(n_m - first, GROUP)
-    i_m, i_n = first + pid % (GROUP * n_n) % rows, pid % (GROUP * n_n) // rows
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for i_k in range(0, K, BK):
-        b_a = a_desc.load([i_m * BM, i_k])
-        b_b = b_desc.load([i_n * BN, i_k])
-        acc = tl.dot(b_a, tl.trans(b_b), acc, input_precision="ieee")
-    o_m = i_m.to(tl.int64) * BM + tl.arange(0, BM)
-    o_n = i_n * BN + tl.arange(0, BN)
-    m = (o_m < M)[:, None] & (o_n < N)[None, :]
-    tl.store(p_out + o_m[:, None] * N + o_n[None, :], acc.to(p_out.dtype.element_ty), mask=m)
-
-
-def descriptor_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    (m, k), n = a.shape, b.shape[0]
-    BM, BN, BK = (128, 256, 64) if CUDA else (32, 32, 32)
-    out = a.new_empty(m, n)
-    _descriptor_product_kernel[(triton.cdiv(m, BM) * triton.cdiv(n, BN),)](
-        TensorDescriptor.from_tensor(a, [BM, BK]), TensorDescriptor.from_tensor(b, [BN, BK]), out, m, n, k,
-        BM=BM, BN=BN, BK=BK, GROUP=8, num_warps=8, num_stages=4,
-    )  # fmt: skip
-    return out
+PRODUCT = ("128x256x64x8x4", "128x256x64x8x3", "256x128x64x8x4", "128x128x64x4x3", "128x256x128x8x2")
+LOSS = ("128x256x64x8x4", "128x256x64x8x3", "256x128x64x8x4", "128x128x64x8x3")
+POLAR = ("128x256x64x8x4", "256x128x64x8x4", "128x128x64x8x3", "128x128x64x8x4", "128x128x64x4x3", "128x128x64x4x4")
+CANDIDATES = {"product": PRODUCT, "loss": LOSS, "polar": POLAR}
 
 
 def replaced(numbers: tuple[int, ...]):
@@ -92,7 +59,7 @@ def replaced(numbers: tuple[int, ...]):
         return loss(dtype) if dtype == torch.float32 else (dict(BM=BM, BN=BN, BK=BK), options)
 
     def polar_tile(dtype, symmetric):
-        kept = dtype == torch.float32 or (symmetric and BM != BN)
+        kept = dtype == torch.float32 or symmetric != (BM == BN)
         return polar(dtype, symmetric) if kept else (dict(BM=BM, BN=BN, BK=BK, GROUP=8), options)
 
     return mock.patch.multiple(
@@ -125,12 +92,12 @@ def check(product) -> None:
 def measure_product(product) -> dict[str, float]:
     """The loss's three products, TFLOP/s."""
     h, w, logits = random(N, D), random(W, D, scale=D**-0.5), random(N, W)
-    calls = {"logits": lambda: product(h, w)}
-    if product is not descriptor_product:
-        total = torch.zeros(W, D, device=DEVICE)
-        run = custom_kernels.matrix_product
-        calls["hidden"] = lambda: run(logits, w, transpose_b=False)
-        calls["weight"] = lambda: run(logits, h, transpose_a=True, transpose_b=False, out=total, accumulate=True)
+    total = torch.zeros(W, D, device=DEVICE)
+    calls = {
+        "logits": lambda: product(h, w),
+        "hidden": lambda: product(logits, w, transpose_b=False),
+        "weight": lambda: product(logits, h, transpose_a=True, transpose_b=False, out=total, accumulate=True),
+    }
     return {name: 2 * N * D * W / max(milliseconds(call), 1e-9) / 1e9 for name, call in calls.items()}
 
 
@@ -177,14 +144,10 @@ def main() -> None:
             if time.perf_counter() - started > options.seconds:
                 continue
             try:
-                if numbers == "descriptors":
-                    check(descriptor_product)
-                    row = measure_product(descriptor_product)
-                else:
-                    with replaced(tuple(map(int, numbers.split("x")))):
-                        check(custom_kernels.matrix_product)
-                        measure = {"loss": measure_loss, "polar": measure_polar}.get(kind)
-                        row = measure() if measure else measure_product(custom_kernels.matrix_product)
+                with replaced(tuple(map(int, numbers.split("x")))):
+                    check(custom_kernels.matrix_product)
+                    measure = {"loss": measure_loss, "polar": measure_polar}.get(kind)
+                    row = measure() if measure else measure_product(custom_kernels.matrix_product)
                 results[name] = row
                 print(f"{name:<24}" + "  ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
             except Exception as error:  # a candidate that is wrong or does not fit must not end the run
