@@ -553,6 +553,8 @@ def _int8_products(x: Tensor, packed: Sequence[PackedINT8]) -> list[Tensor]:
 
 # A row lives in the registers of one program: 16,384 float32 values are 32 a thread at 16 warps.
 _RMSNORM_MAX_WIDTH = 16384
+# The backward kernels keep about 110 registers a thread, so that two programs share a multiprocessor.
+_RMSNORM_PROGRAMS = 2
 
 
 @_jit
@@ -594,7 +596,7 @@ def _fused_rmsnorm_kernel(
 @_jit_dynamic("R")
 def _fused_rmsnorm_bwd_kernel(
     p_x, p_w, p_dy, p_dx, p_partial, R, D, inv_d, eps, base, slope,
-    HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):
     """With hat = x rstd and g = dy gain: dx = rstd (g - hat inv_d sum g hat), dw = slope * sum over rows of dy hat.
 
@@ -605,7 +607,7 @@ def _fused_rmsnorm_bwd_kernel(
     if HAS_WEIGHT:
         b_w = _rmsnorm_gain(p_w, o_d, m_d, base, slope)
         b_dw = tl.zeros((BR, BD), dtype=tl.float32)
-    for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+    for i_r in tl.range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0), num_stages=STAGES):
         o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
         m = (o_r < R)[:, None] & m_d[None, :]
         o = o_r[:, None] * D + o_d[None, :]
@@ -645,7 +647,7 @@ def _fused_residual_sphere_kernel(
 @_jit_dynamic("R")
 def _fused_residual_sphere_bwd_kernel(
     p_residual, p_branch, p_w, p_dy, p_dresidual, p_dbranch, p_partial, R, D, inv_d, eps, base, slope,
-    BR: tl.constexpr, BD: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):
     """With hat = norm(branch), s = residual + hat gain: ds = norm'(s) dy = dresidual, dbranch = norm'(branch) (ds gain)
     and dw = slope * sum over rows of ds hat, left per program in partial[p] as in the norm's own backward."""
@@ -653,7 +655,7 @@ def _fused_residual_sphere_bwd_kernel(
     m_d = o_d < D
     b_w = _rmsnorm_gain(p_w, o_d, m_d, base, slope)
     b_dw = tl.zeros((BR, BD), dtype=tl.float32)
-    for i_r in range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0)):
+    for i_r in tl.range(tl.program_id(0), tl.cdiv(R, BR), tl.num_programs(0), num_stages=STAGES):
         o_r = i_r * BR + tl.arange(0, BR).to(tl.int64)
         m = (o_r < R)[:, None] & m_d[None, :]
         o = o_r[:, None] * D + o_d[None, :]
@@ -838,6 +840,13 @@ def _rmsnorm_tile(width: int) -> tuple[dict, dict]:
     return dict(BR=BR, BD=BD), dict(num_warps=num_warps)
 
 
+def _rmsnorm_bwd_tile(width: int) -> tuple[dict, dict]:
+    """The same, with the next two tiles on their way, 57 KB a multiprocessor, while a row's sums and their barriers
+    last; wider tiles would not fit shared memory."""
+    tile, options = _rmsnorm_tile(width)
+    return tile | dict(STAGES=3 if tile["BD"] <= 4096 else 1), options
+
+
 def _rmsnorm_line(start: float | None) -> tuple[float, float]:
     """Base and slope of the gain in the weight."""
     return (0.0, 1.0) if start is None else (start, start)
@@ -854,15 +863,14 @@ def _fused_rmsnorm_fwd(x: Tensor, weight: Tensor | None, inv_d: float, eps: floa
 
 
 def _rmsnorm_programs(x: Tensor, tile: dict) -> int:
-    # the backward is bound by memory: four programs a multiprocessor cover its latency and bound the partial sums
-    return min(triton.cdiv(x.shape[0], tile["BR"]), 4 * _multiprocessors(x))
+    return min(triton.cdiv(x.shape[0], tile["BR"]), _RMSNORM_PROGRAMS * _multiprocessors(x))
 
 
 def _fused_rmsnorm_bwd(
     x: Tensor, weight: Tensor | None, dy: Tensor, inv_d: float, eps: float, start: float | None
 ) -> tuple[Tensor, Tensor | None]:
     rows, width = x.shape
-    tile, options = _rmsnorm_tile(width)
+    tile, options = _rmsnorm_bwd_tile(width)
     programs = _rmsnorm_programs(x, tile)
     dx = torch.empty_like(x)
     partial = None if weight is None else x.new_empty(programs, width, dtype=torch.float32)
@@ -908,7 +916,7 @@ class _FusedResidualSphere(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         residual, branch, weight = ctx.saved_tensors
         rows, width = branch.shape
-        tile, options = _rmsnorm_tile(width)
+        tile, options = _rmsnorm_bwd_tile(width)
         programs = _rmsnorm_programs(branch, tile)
         dresidual, dbranch = torch.empty_like(residual), torch.empty_like(branch)
         partial = branch.new_empty(programs, width, dtype=torch.float32)

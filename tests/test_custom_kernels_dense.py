@@ -1049,8 +1049,9 @@ def _dense_cases() -> list:
         cases.append(("_gumbel_noise_kernel", types, golden, dict(num_warps=4)))
         types = _dense_types(dict(p_partial="*fp32", p_out=pointer), "n", tag=dt)
         cases.append(("_skinny_sum_kernel", types, dict(SPLITS=8, BN=1024), dict(num_warps=4)))
-        for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8)):
+        for width, BR, BD, warps in ((128, 32, 128, 8), (3584, 1, 4096, 8), (16384, 1, 16384, 16)):
             constants, options_n = dict(BR=BR, BD=BD), dict(num_warps=warps)
+            stages = dict(STAGES=3 if BD <= 4096 else 1)
             tag, scalars = f"{dt} {width}", "inv_d eps base slope"
             for gain in (True, False):
                 w = dict(p_w="*fp32") if gain else {}
@@ -1061,14 +1062,14 @@ def _dense_cases() -> list:
                 pointers |= {"p_partial": "*fp32"} if gain else {}
                 c = c | ({} if gain else {"p_partial": None})
                 types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
-                cases.append(("_fused_rmsnorm_bwd_kernel", types, c, options_n))
+                cases.append(("_fused_rmsnorm_bwd_kernel", types, c | stages, options_n))
             pointers = dict.fromkeys(("p_residual", "p_branch", "p_y"), pointer) | dict(p_w="*fp32")
             types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
             cases.append(("_fused_residual_sphere_kernel", types, constants, options_n))
             pointers = dict.fromkeys(("p_residual", "p_branch", "p_dy", "p_dresidual", "p_dbranch"), pointer)
             pointers |= dict(p_w="*fp32", p_partial="*fp32")
             types = _dense_types(pointers, "R D", scalars, div="D", tag=tag)
-            cases.append(("_fused_residual_sphere_bwd_kernel", types, constants, options_n))
+            cases.append(("_fused_residual_sphere_bwd_kernel", types, constants | stages, options_n))
         heads = dict(K=128, V=128, BH=32, BK=128, BV=128)
         parts = ("p_q", "p_k", "p_v")
         pointers = dict.fromkeys((*parts, *(f"{name}_out" for name in parts)), pointer) | dict(p_alpha="*fp32")
